@@ -1,0 +1,24 @@
+"""vLLM side: sampling and engine sizes."""
+
+from pydantic import Field
+
+from e2e_fp8.config.base import Section
+
+
+class RolloutConfig(Section):
+    """Sampling parameters and engine sizes."""
+
+    prompts_per_step: int = Field(16, ge=1, description="Prompts per RL step.")
+    group_size: int = Field(8, ge=2, description="Samples per prompt; advantages are relative within the group.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs on both sides are taken at it.")
+    max_response_tokens: int = Field(16, ge=1, description="Longest response in tokens.")
+    max_model_len: int = Field(256, ge=8, description="Window of the engine: prompt and response together, in tokens.")
+    stop: tuple[str, ...] = Field((), description="Extra stop strings besides the end-of-sequence token.")
+    capture_routed_experts: bool = Field(True, description="Return each token's expert choices (MoE only).")
+    gpu_memory_utilization: float = Field(0.35, gt=0, lt=1, description="Share of device memory for the engine (GPU).")
+    kv_cache_gib: int = Field(1, ge=1, description="KV cache size in GiB (CPU).")
+    max_num_seqs: int = Field(128, ge=1, description="Sequences decoded together.")
+    enforce_eager: bool = Field(True, description="Run without CUDA graphs and compilation.")
+    moe_backend: str = Field("deep_gemm", description="vLLM's FP8 MoE kernels on the GPU: deep_gemm or triton.")
+    tensor_parallel: int = Field(1, ge=1, description="Engine tensor parallel size.")
+    timeout_s: float = Field(600.0, gt=0, description="A generation or sync slower than this counts as a wedged engine.")

@@ -1,0 +1,26 @@
+"""The whole configuration of a run, and its cross-field rules."""
+
+from pydantic import Field
+
+from e2e_fp8.config.base import Section
+from e2e_fp8.config.model import ModelConfig
+from e2e_fp8.config.numerics import NumericsConfig
+from e2e_fp8.config.objective import CorrectionConfig, ObjectiveConfig
+from e2e_fp8.config.rollout import RolloutConfig
+from e2e_fp8.config.run import RunConfig, SyncConfig
+from e2e_fp8.config.task import TaskConfig
+from e2e_fp8.config.training import TrainingConfig
+
+
+class Config(Section):
+    """One run: ``e2e-fp8 train FILE.yaml --set section.field=value``."""
+
+    model: ModelConfig = Field(ModelConfig(), description="Architecture.")
+    numerics: NumericsConfig = Field(NumericsConfig(), description="FP8 recipe of both sides.")
+    training: TrainingConfig = Field(TrainingConfig(), description="Megatron-Core side.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM side.")
+    correction: CorrectionConfig = Field(CorrectionConfig(), description="Rollout correction.")
+    objective: ObjectiveConfig = Field(ObjectiveConfig(), description="Policy objective.")
+    task: TaskConfig = Field(TaskConfig(), description="Prompts and rewards.")
+    sync: SyncConfig = Field(SyncConfig(), description="Weight delivery and receipt.")
+    run: RunConfig = Field(RunConfig(), description="Length, evaluation, checkpoints, outputs.")

@@ -1,0 +1,25 @@
+"""Errors a user can act on. The CLI prints the message alone and exits with 2; anything else is a bug and keeps its traceback."""
+
+
+class UserError(Exception):
+    """One clear sentence or two: what, where, why, what to do."""
+
+
+class ConfigError(UserError):
+    """A field or a combination of fields is wrong."""
+
+
+class DataError(UserError):
+    """A data set, prompt or reward is unusable."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, truncated or does not fit, or could not be written."""
+
+
+class EngineError(UserError):
+    """The rollout engine died, hangs, or refuses what was asked."""
+
+
+class ByteMismatchError(UserError):
+    """The receipt failed: names the tensors whose bytes differ between trainer and engine."""

@@ -1,0 +1,76 @@
+"""The seams between stages. Orchestration talks to these; each ground implements them once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from e2e_fp8.types import ExportedTensor, PackedBatch, Prompt, Sample, StepReport, TokenStats
+
+LossFn = Callable[[TokenStats, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(stats, micro-batch) -> (scalar loss *sum* over the micro-batch, metric sums). The engine divides by the global denominator."""
+
+
+class TrainEngine(Protocol):
+    """Megatron-Core training on either ground."""
+
+    policy_version: int
+    """Number of optimizer steps applied since the weights were made; bumped by ``optim_step``."""
+
+    def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """Forward only, no gradient."""
+        ...
+
+    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
+        """Forward, backward over all micro-batches, loss sums divided by ``denominator``, one optimizer step, parameter sync."""
+        ...
+
+    def exported_tensors(self) -> Iterator[ExportedTensor]:
+        """HF-named tensors of the current weights, read after the parameter sync; FP8 bytes as they are in memory."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """vLLM on either ground."""
+
+    def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
+        """``group_size`` samples for each prompt, in prompt order; log-probs at the sampling temperature."""
+        ...
+
+    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> None:
+        """Deliver a complete set of weights into the running engine and reset its prefix cache."""
+        ...
+
+    def read_back(self) -> Iterator[ExportedTensor]:
+        """Every FP8 tensor and scale of the live engine under its HF name, as views of the engine's own memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TaskData(Protocol):
+    """Prompts with a verifier."""
+
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+    def score(self, prompt: Prompt, response_text: str) -> float:
+        """Finite reward; raises RewardError naming the prompt otherwise."""
+        ...
+
+
+class MetricSink(Protocol):
+    """Receives one flat record a step."""
+
+    def log(self, step: int, record: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class CheckpointPath(Protocol):
+    """Where a run keeps its state."""
+
+    root: Path

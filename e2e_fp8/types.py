@@ -1,0 +1,110 @@
+"""Carriers that cross stages: frozen, keyword-only, one place for shapes and units.
+
+Shape legend: ``P`` prompt tokens, ``R`` response tokens, ``S`` sequences of a micro-batch, ``T`` packed tokens
+(sum of all sequence lengths of a micro-batch), ``L`` MoE-capable layers, ``k`` experts per token.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task item: what the model reads and what its verifier needs.
+
+    Example: ``Prompt(uid="chain_sum-17", text="4 + 3 =", token_ids=(5, 9, 6), answer="7")``.
+    """
+
+    uid: str
+    """Stable across runs and resumes; unique within a data set."""
+    text: str
+    token_ids: tuple[int, ...]
+    """Encoded prompt, including any chat or separator tokens."""
+    answer: str
+    """Reference answer in text; also the supervised target of the warm start."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever the verifier needs besides ``answer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One rollout of one prompt by one policy version."""
+
+    prompt: Prompt
+    group_id: int
+    """Samples of one prompt in one step share it; advantages are relative to the group."""
+    response_token_ids: tuple[int, ...]
+    """R sampled tokens; the stop token, if one ended the response, is the last of them."""
+    response_text: str
+    rollout_log_probs: tuple[float, ...]
+    """R natural-log probabilities of the sampled tokens at the sampling temperature, as the engine computed them."""
+    routed_experts: Any | None
+    """numpy uint8 or uint16 ``[P + R - 1, L, k]``, or None for a dense model or when capture is off."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+    policy_version: int
+    """Version of the weights that generated every token of this response."""
+    reward: float = 0.0
+    """Set by the verifier after generation; finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch: S whole sequences packed back to back into T tokens, no padding between them.
+
+    Per-token arrays are aligned to *predicted* positions: entry t speaks of ``token_ids[t + 1]`` given the tokens up to t
+    of the same sequence. The last position of each sequence predicts nothing and has ``loss_mask`` 0.
+    """
+
+    token_ids: torch.Tensor
+    """int64 ``[T]``."""
+    position_ids: torch.Tensor
+    """int64 ``[T]``, restarting at 0 in each sequence."""
+    cu_seqlens: torch.Tensor
+    """int32 ``[S + 1]``, sequence boundaries in the packed axis, first 0, last T."""
+    targets: torch.Tensor
+    """int64 ``[T]``: the next token; 0 where nothing is predicted."""
+    loss_mask: torch.Tensor
+    """float32 ``[T]``: 1 where the target is a trained (response) token."""
+    advantages: torch.Tensor
+    """float32 ``[T]``; 0 outside the loss mask."""
+    rollout_log_probs: torch.Tensor
+    """float32 ``[T]``; 0 outside the loss mask."""
+    old_log_probs: torch.Tensor
+    """float32 ``[T]``: recomputed by the trainer before the update; 0 outside the loss mask."""
+    ref_log_probs: torch.Tensor | None = None
+    """float32 ``[T]`` log-probs of the frozen reference policy, or None when no KL term is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """What a forward pass says of each packed position; float32 ``[T]`` each."""
+
+    log_probs: torch.Tensor
+    """Natural-log probability of ``targets`` at the configured temperature."""
+    entropy: torch.Tensor
+    """Entropy of the predictive distribution, in nats, at the same temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedTensor:
+    """One tensor under its Hugging Face name, as the trainer holds it; never requantized on the way.
+
+    FP8 weights come as two entries: ``<module>.weight`` (float8_e4m3fn ``[N, K]``) and
+    ``<module>.weight_scale_inv`` (float32 ``[ceil(N/128), ceil(K/128)]``, multiply to dequantize).
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    skipped: bool
+    """True when the optimizer refused the step (non-finite gradients); the weights are unchanged."""
