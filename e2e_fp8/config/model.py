@@ -1,14 +1,15 @@
 """Architecture of the policy: Qwen3 (dense) or Qwen3-MoE, from fields or from a Hugging Face directory."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from e2e_fp8.config.base import Section
+from e2e_fp8.config.hf import merge_hf_fields
 
 
 class ModelConfig(Section):
-    """Dimensions of the transformer. With ``hf_path`` set, they are read from its config.json and must not be given here."""
+    """Dimensions of the transformer. With ``hf_path`` set, they are read from its config.json; a field given here must agree with it."""
 
     hf_path: str | None = Field(None, description="Directory with config.json, tokenizer and safetensors; None builds from scratch.")
     architecture: Literal["qwen3", "qwen3_moe"] = Field("qwen3_moe", description="Model family; qwen3 is dense.")
@@ -29,7 +30,24 @@ class ModelConfig(Section):
     tie_word_embeddings: bool = Field(False, description="Share the embedding with the output head.")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the normal initial weights.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_hf_path(cls, values: Any) -> Any:
+        """Fill the dimensions from ``hf_path``; ConfigError when a given field disagrees with it."""
+        return merge_hf_fields(values) if isinstance(values, dict) else values
+
     @property
     def is_moe(self) -> bool:
         """Whether feed-forward layers are mixtures of experts."""
         return self.architecture == "qwen3_moe"
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model: linear layers, embedding, norms; a tied head is counted once."""
+        m, width = self, self.moe_intermediate_size if self.is_moe else self.intermediate_size
+        attention = 2 * m.hidden_size * m.head_dim * (m.num_attention_heads + m.num_key_value_heads) + 2 * m.head_dim
+        blocks = m.num_experts if m.is_moe else 1
+        router = m.num_experts * m.hidden_size if m.is_moe else 0
+        layer = attention + blocks * 3 * m.hidden_size * width + router + 2 * m.hidden_size
+        embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+        return m.num_hidden_layers * layer + embeddings + m.hidden_size

@@ -12,7 +12,9 @@ class NumericsConfig(Section):
 
     training_precision: Literal["fp8", "bf16"] = Field("fp8", description="Linear layers of the trainer: block FP8 or BF16.")
     rollout_precision: Literal["fp8", "bf16"] = Field("fp8", description="Linear layers of the rollout engine: block FP8 W8A8 or BF16.")
-    scale_format: Literal["fp32", "pow2"] = Field("fp32", description="Rounding of block scales on both sides: exact FP32 or powers of two.")
+    scale_format: Literal["fp32", "pow2"] = Field(
+        "fp32", description="Rounding of block scales on both sides: exact FP32 or powers of two."
+    )
     forward_format: Literal["e4m3"] = Field("e4m3", description="Format of weights and activations in the forward pass.")
     backward_format: Literal["e5m2", "e4m3"] = Field("e5m2", description="Format of output gradients; e5m2 is the hybrid recipe.")
     amax_epsilon: float = Field(0.0, ge=0, description="Smallest tile amax before division; 0 as Transformer Engine's default.")

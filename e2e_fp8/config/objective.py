@@ -23,5 +23,7 @@ class ObjectiveConfig(Section):
 class CorrectionConfig(Section):
     """Importance weights between the rollout policy and the trainer's old policy."""
 
-    rollout_is_level: Literal["token"] | None = Field("token", description="Truncated importance sampling per token, or None for no correction.")
+    rollout_is_level: Literal["token"] | None = Field(
+        "token", description="Truncated importance sampling per token, or None for no correction."
+    )
     rollout_is_threshold: float = Field(2.0, gt=0, description="Upper bound C of the truncated weight (TIS).")

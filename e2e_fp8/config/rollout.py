@@ -1,5 +1,7 @@
 """vLLM side: sampling and engine sizes."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from e2e_fp8.config.base import Section
@@ -19,6 +21,6 @@ class RolloutConfig(Section):
     kv_cache_gib: int = Field(1, ge=1, description="KV cache size in GiB (CPU).")
     max_num_seqs: int = Field(128, ge=1, description="Sequences decoded together.")
     enforce_eager: bool = Field(True, description="Run without CUDA graphs and compilation.")
-    moe_backend: str = Field("deep_gemm", description="vLLM's FP8 MoE kernels on the GPU: deep_gemm or triton.")
+    moe_backend: Literal["deep_gemm", "triton"] = Field("deep_gemm", description="vLLM's FP8 MoE kernels on the GPU.")
     tensor_parallel: int = Field(1, ge=1, description="Engine tensor parallel size.")
     timeout_s: float = Field(600.0, gt=0, description="A generation or sync slower than this counts as a wedged engine.")

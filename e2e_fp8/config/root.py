@@ -1,6 +1,8 @@
 """The whole configuration of a run, and its cross-field rules."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from e2e_fp8.config.base import Section
 from e2e_fp8.config.model import ModelConfig
@@ -10,6 +12,7 @@ from e2e_fp8.config.rollout import RolloutConfig
 from e2e_fp8.config.run import RunConfig, SyncConfig
 from e2e_fp8.config.task import TaskConfig
 from e2e_fp8.config.training import TrainingConfig
+from e2e_fp8.config.validation import check_cross_fields
 
 
 class Config(Section):
@@ -24,3 +27,9 @@ class Config(Section):
     task: TaskConfig = Field(TaskConfig(), description="Prompts and rewards.")
     sync: SyncConfig = Field(SyncConfig(), description="Weight delivery and receipt.")
     run: RunConfig = Field(RunConfig(), description="Length, evaluation, checkpoints, outputs.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Cross-field rules; a broken one raises ConfigError."""
+        check_cross_fields(self)
+        return self

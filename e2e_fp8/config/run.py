@@ -19,13 +19,17 @@ class RunConfig(Section):
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9._-]+$", description="Folder name under out_dir.")
     out_dir: str = Field("runs", description="Parent folder of runs.")
-    backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="Ground; auto takes cuda when a Hopper GPU and the stack are there.")
+    backend: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Ground; auto takes cuda when a Hopper GPU and the stack are there."
+    )
     steps: int = Field(30, ge=0, description="RL steps.")
     seed: int = Field(1, ge=0, description="Seed of initial weights, sampling and data order.")
     eval_interval: int = Field(10, ge=0, description="Held-out evaluation every this many steps (and at the start and end); 0 never.")
     eval_samples: int = Field(1, ge=1, description="Samples per held-out prompt (avg@k).")
     checkpoint_interval: int = Field(10, ge=0, description="Checkpoint every this many steps and at the end; 0 never.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept; the last good one is never removed before a newer is whole.")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Newest checkpoints kept; the last good one is never removed before a newer is whole."
+    )
     resume: bool = Field(False, description="Continue from the newest checkpoint of this run; otherwise an existing run folder is refused.")
     tensorboard: bool = Field(True, description="Write TensorBoard event files.")
     wandb_project: str | None = Field(None, description="Log to this W&B project if set (needs the wandb package).")

@@ -1,0 +1,1 @@
+"""Trainer tensors to Hugging Face names, byte for byte."""

@@ -1,0 +1,1 @@
+"""Transport and proof of weight bytes; knows names and bytes, not models."""

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Seconds and bytes of one weight sync, over the time of a plain copy of the same bytes on the same device.
+
+    benchmarks/weight_sync.py CONFIG.yaml [--rounds 10] [--set a.b=c ...]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from e2e_fp8.config.load import load_config
+from e2e_fp8.orchestration.session import open_session
+from e2e_fp8.orchestration.weight_sync import exported_tensors
+
+
+def timed(function, device, rounds: int) -> list[float]:
+    """Wall seconds of ``rounds`` calls, device idle before and after each."""
+    import torch
+
+    seconds = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    """Measure and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    args = parser.parse_args()
+    cfg = load_config(Path(args.config), args.overrides)
+    import torch
+
+    with tempfile.TemporaryDirectory() as scratch:
+        session = open_session(cfg, Path(scratch) / "model")
+        session.sync()
+        reports = [session.sync() for _ in range(args.rounds)]
+        source = [entry.tensor for entry in exported_tensors(session.trainer, session.cfg)]
+        target = [torch.empty_like(t) for t in source]
+        num_bytes = sum(t.numel() * t.element_size() for t in source)
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=source[0].device)
+        destination = torch.empty_like(flat)
+        device = session.trainer.device
+        per_tensor = timed(lambda: [t.copy_(s) for t, s in zip(target, source, strict=True)], device, args.rounds)
+        one_copy = timed(lambda: destination.copy_(flat), device, args.rounds)
+        session.close()
+    median = statistics.median
+    sync = median(r.seconds for r in reports)
+    print(
+        json.dumps(
+            {
+                "config": args.config,
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                "rounds": args.rounds,
+                "tensors": len(source),
+                "bytes": num_bytes,
+                "sync_seconds_median": sync,
+                "sync_seconds_min": min(r.seconds for r in reports),
+                "receipt_seconds_median": median(r.receipt_seconds for r in reports),
+                "copy_per_tensor_seconds_median": median(per_tensor),
+                "copy_flat_seconds_median": median(one_copy),
+                "sync_over_copy_per_tensor": sync / median(per_tensor),
+                "sync_over_copy_flat": sync / median(one_copy),
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

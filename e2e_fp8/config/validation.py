@@ -1,0 +1,243 @@
+"""Rules that span fields, checked when a configuration is parsed. Torch-free.
+
+Module names are Hugging Face's. The size rule mirrors the block layout: one FP32 ``weight_scale_inv`` per 128x128 tile, so a
+weight, and every part of a weight that one engine fuses and the other does not, has to own whole tiles.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from e2e_fp8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from e2e_fp8.config.model import ModelConfig
+    from e2e_fp8.config.root import Config
+
+BLOCK = 128
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_CALLABLE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+
+
+def check_cross_fields(cfg: "Config") -> None:
+    """Raise ConfigError naming the fields, the rule and the remedy for the first rule that ``cfg`` breaks."""
+    for rule in (
+        _check_parallel,
+        _check_model,
+        _check_precisions,
+        _check_high_precision,
+        _check_tiles,
+        _check_window,
+        _check_minibatches,
+        _check_task,
+    ):
+        rule(cfg)
+
+
+def _check_parallel(cfg: "Config") -> None:
+    sizes = {f"training.parallel.{name}": getattr(cfg.training.parallel, name) for name in type(cfg.training.parallel).model_fields}
+    for name, size in {**sizes, "rollout.tensor_parallel": cfg.rollout.tensor_parallel}.items():
+        if size > 1:
+            raise ConfigError(f"{name} is {size}, but sizes above 1 are not implemented yet: set it to 1.")
+
+
+def _check_model(cfg: "Config") -> None:
+    m = cfg.model
+    if m.num_attention_heads % m.num_key_value_heads:
+        raise ConfigError(
+            f"model.num_attention_heads is {m.num_attention_heads} and model.num_key_value_heads is {m.num_key_value_heads}: "
+            "each key-value head serves the same number of query heads, so make the first a multiple of the second."
+        )
+    if m.head_dim % 2:
+        raise ConfigError(f"model.head_dim is {m.head_dim}: the rotary embedding turns pairs of channels, so make it even.")
+    if m.is_moe and m.num_experts_per_tok > m.num_experts:
+        raise ConfigError(
+            f"model.num_experts_per_tok is {m.num_experts_per_tok}, but there are only {m.num_experts} experts: "
+            "lower it or raise model.num_experts."
+        )
+
+
+def _check_precisions(cfg: "Config") -> None:
+    n = cfg.numerics
+    if n.training_precision == "fp8" and n.rollout_precision == "bf16":
+        raise ConfigError(
+            "numerics.training_precision is fp8 and numerics.rollout_precision is bf16: a BF16 engine cannot serve the trainer's FP8 "
+            "bytes, so set rollout_precision to fp8 as well, or training_precision to bf16."
+        )
+
+
+def uses_fp8(cfg: "Config") -> bool:
+    """Whether either side runs its linear layers in FP8."""
+    return "fp8" in (cfg.numerics.training_precision, cfg.numerics.rollout_precision)
+
+
+def linear_modules(model: "ModelConfig", *, layers: int | None = None, experts: int | None = None) -> Iterator[tuple[str, int, int]]:
+    """Yield ``(HF module name, out_features, in_features)`` of all linear modules; the counts may be cut, as layers repeat."""
+    hidden, q_out, kv_out = model.hidden_size, model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    for layer in range(model.num_hidden_layers if layers is None else layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_proj", q_out, hidden
+        yield f"{prefix}.self_attn.k_proj", kv_out, hidden
+        yield f"{prefix}.self_attn.v_proj", kv_out, hidden
+        yield f"{prefix}.self_attn.o_proj", hidden, q_out
+        blocks = [(f"{prefix}.mlp", model.intermediate_size)]
+        if model.is_moe:
+            yield f"{prefix}.mlp.gate", model.num_experts, hidden
+            count = model.num_experts if experts is None else experts
+            blocks = [(f"{prefix}.mlp.experts.{e}", model.moe_intermediate_size) for e in range(count)]
+        for block, width in blocks:
+            yield f"{block}.gate_proj", width, hidden
+            yield f"{block}.up_proj", width, hidden
+            yield f"{block}.down_proj", hidden, width
+    yield "lm_head", model.vocab_size, hidden
+
+
+def _module_names(model: "ModelConfig") -> list[str]:
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    names = [name for name, _, _ in linear_modules(model)] + ["model.embed_tokens", "model.norm"]
+    return names + [f"model.layers.{layer}.{norm}" for layer in range(model.num_hidden_layers) for norm in norms]
+
+
+def _kept(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_high_precision(cfg: "Config") -> None:
+    if not uses_fp8(cfg):
+        return
+    patterns, names = cfg.numerics.high_precision_modules, _module_names(cfg.model)
+    defaults = type(cfg.numerics).model_fields["high_precision_modules"].default
+    for pattern in patterns:
+        if pattern not in defaults and not any(fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=2, cutoff=0.5)
+            hint = f" (close: {', '.join(close)})" if close else ""
+            raise ConfigError(
+                f"numerics.high_precision_modules: {pattern!r} matches no module{hint}: the whole Hugging Face name must match, "
+                "so write for example '*.mlp.gate' or 'lm_head'."
+            )
+    _require_kept(cfg, names)
+    _require_fused_agree(cfg, names)
+
+
+def _require_kept(cfg: "Config", names: list[str]) -> None:
+    reasons = {
+        ".mlp.gate": "the router decides which experts run and its few rows do not fill a tile",
+        "lm_head": "the logits are FP32 on both sides",
+    }
+    for name in names:
+        for suffix, why in reasons.items():
+            if name.endswith(suffix) and not _kept(name, cfg.numerics.high_precision_modules):
+                raise ConfigError(
+                    f"numerics.high_precision_modules leaves {name} to FP8, but {why}: "
+                    f"add '{'*' if suffix[0] == '.' else ''}{suffix}' to the list."
+                )
+
+
+def _require_fused_agree(cfg: "Config", names: list[str]) -> None:
+    patterns = cfg.numerics.high_precision_modules
+    groups: dict[str, dict[str, bool]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        for parts in _FUSED:
+            if leaf in parts:
+                groups.setdefault(f"{parent}.{'|'.join(parts)}", {})[name] = _kept(name, patterns)
+        if ".mlp.experts." in name:
+            groups.setdefault(f"{parent.rpartition('.')[0]}.*", {})[name] = _kept(name, patterns)
+    for group, kept in groups.items():
+        if len(set(kept.values())) > 1:
+            high, low = (next(n for n, k in kept.items() if k is want) for want in (True, False))
+            raise ConfigError(
+                f"numerics.high_precision_modules keeps {high} but not {low}: "
+                f"the engine runs {group} as one fused layer, so keep all or none of it."
+            )
+
+
+def _check_tiles(cfg: "Config") -> None:
+    if not uses_fp8(cfg):
+        return
+    m, patterns = cfg.model, cfg.numerics.high_precision_modules
+    fields = {
+        ("hidden_size",): m.hidden_size,
+        ("intermediate_size",) if not m.is_moe else ("moe_intermediate_size",): m.intermediate_size
+        if not m.is_moe
+        else m.moe_intermediate_size,
+        ("num_attention_heads", "head_dim"): m.num_attention_heads * m.head_dim,
+        ("num_key_value_heads", "head_dim"): m.num_key_value_heads * m.head_dim,
+    }
+    if cfg.numerics.training_precision == "fp8":
+        # Megatron interleaves q, k and v by key-value group, so a single head already has to own whole tiles.
+        fields[("head_dim",)] = m.head_dim
+    for names, size in fields.items():
+        modules = [n for n, kind in _representatives(m) if not _kept(n, patterns) and kind & {*names} and size % BLOCK]
+        if not modules:
+            continue
+        label = " x ".join(f"model.{name}" for name in names)
+        raise ConfigError(
+            f"{label} is {size}, not a multiple of {BLOCK}, so FP8 tiles of {', '.join(modules)} would be cut: use {_nearest(size)}, "
+            "or add these modules to numerics.high_precision_modules, or set numerics.training_precision and rollout_precision to bf16."
+        )
+
+
+def _representatives(model: "ModelConfig") -> Iterator[tuple[str, set[str]]]:
+    """``(module, size fields it depends on)`` for every FP8 candidate of every layer, experts cut to the first."""
+    width = "moe_intermediate_size" if model.is_moe else "intermediate_size"
+    depends = {
+        "q_proj": {"hidden_size", "num_attention_heads", "head_dim"},
+        "k_proj": {"hidden_size", "num_key_value_heads", "head_dim"},
+        "v_proj": {"hidden_size", "num_key_value_heads", "head_dim"},
+        "o_proj": {"hidden_size", "num_attention_heads"},
+        "gate_proj": {"hidden_size", width},
+        "up_proj": {"hidden_size", width},
+        "down_proj": {"hidden_size", width},
+    }
+    for name, _, _ in linear_modules(model, experts=1):
+        leaf = name.rpartition(".")[2]
+        if leaf in depends:
+            yield name, depends[leaf]
+
+
+def _nearest(size: int) -> str:
+    below, above = size // BLOCK * BLOCK, math.ceil(size / BLOCK) * BLOCK
+    return f"{below} or {above}" if below else str(above)
+
+
+def _check_window(cfg: "Config") -> None:
+    r, m, t = cfg.rollout, cfg.model, cfg.training
+    if r.max_response_tokens >= r.max_model_len:
+        raise ConfigError(
+            f"rollout.max_response_tokens is {r.max_response_tokens} and rollout.max_model_len is {r.max_model_len}: the window holds "
+            "prompt and response together, so lower the first or raise the second."
+        )
+    if r.max_model_len > m.max_position_embeddings:
+        raise ConfigError(
+            f"rollout.max_model_len is {r.max_model_len}, but model.max_position_embeddings is {m.max_position_embeddings}: the engine "
+            "cannot see further than the model, so lower the first or raise the second."
+        )
+    if r.max_model_len > t.max_tokens_per_microbatch:
+        raise ConfigError(
+            f"rollout.max_model_len is {r.max_model_len}, but training.max_tokens_per_microbatch is {t.max_tokens_per_microbatch}: a "
+            "sequence is never split over micro-batches, so raise the second or lower the first."
+        )
+
+
+def _check_minibatches(cfg: "Config") -> None:
+    if cfg.training.minibatches_per_step > cfg.rollout.prompts_per_step:
+        raise ConfigError(
+            f"training.minibatches_per_step is {cfg.training.minibatches_per_step}, but a step has only {cfg.rollout.prompts_per_step} "
+            "prompts (rollout.prompts_per_step): a group is never split, so lower the first or raise the second."
+        )
+
+
+def _check_task(cfg: "Config") -> None:
+    t = cfg.task
+    if t.kind == "file" and not t.path:
+        raise ConfigError("task.kind is file, but task.path is not set: give the JSONL or parquet file with the prompts.")
+    if t.kind == "reasoning_gym" and t.path:
+        raise ConfigError(f"task.path is {t.path!r}, but task.kind is reasoning_gym: set task.kind to file, or remove the path.")
+    if t.kind == "file" and t.params:
+        raise ConfigError("task.params is set, but task.kind is file: these are arguments of reasoning-gym data sets, so remove them.")
+    if t.reward not in ("verifier", "math") and not _CALLABLE.match(t.reward):
+        raise ConfigError(f"task.reward is {t.reward!r}, but must be verifier, math or an import path: write package.module:function.")

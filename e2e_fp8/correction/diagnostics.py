@@ -1,0 +1,78 @@
+"""Mismatch between trainer and rollout engine, under verl's ``rollout_corr/*`` names plus ``mismatch_kl``.
+
+With d = lp_train - lp_rollout over trained tokens: kl = mean(-d); k3 = mean(exp(d) - d - 1), an estimate of KL(rollout, train);
+chi2_token = mean(exp(2 clip(d))) - 1; chi2_seq = mean over sequences of exp(2 clip(sum d)) - 1; log_ppl_diff = per-sequence
+mean of -d; ESS = 1 / mean((w / mean w)^2). Legend: T packed tokens, S sequences.
+"""
+
+import torch
+
+from e2e_fp8.correction.importance import LOG_RATIO_CLAMP, safe_log_ratio
+
+
+def mismatch_metrics(
+    train_log_probs_T: torch.Tensor, rollout_log_probs_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor
+) -> dict[str, float]:
+    """Metrics of one step; computed in float64. Empty dictionary when no token is trained.
+
+    Raises:
+        ValueError: shapes differ or ``cu_seqlens`` does not end at T.
+    """
+    if int(cu_seqlens_S1[-1]) != train_log_probs_T.numel():
+        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens_S1[-1])}, not at {train_log_probs_T.numel()} tokens")
+    trained = loss_mask_T > 0
+    if not bool(trained.any()):
+        return {}
+    d_T = safe_log_ratio(train_log_probs_T.double(), rollout_log_probs_T.double(), loss_mask_T)
+    sequence_T = torch.repeat_interleave(torch.arange(len(cu_seqlens_S1) - 1), cu_seqlens_S1.diff().cpu())
+    d, sequence = d_T[trained], sequence_T[trained]
+    train, rollout = train_log_probs_T.double()[trained], rollout_log_probs_T.double()[trained]
+    return _token_metrics(d, train, rollout) | _sequence_metrics(d, train, rollout, sequence)
+
+
+def _token_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor) -> dict[str, float]:
+    ratio = d.exp()
+    probability_difference = (train.exp() - rollout.exp()).abs()
+    k3 = float((torch.expm1(d) - d).mean())
+    return {
+        "mismatch_kl": k3,
+        "rollout_corr/k3_kl": k3,
+        "rollout_corr/kl": float((-d).mean()),
+        "rollout_corr/chi2_token": float((2 * d).exp().mean() - 1),
+        "rollout_corr/rollout_is_mean": float(ratio.mean()),
+        "rollout_corr/rollout_is_std": float(ratio.std(correction=0)),
+        "rollout_corr/rollout_is_min": float(ratio.min()),
+        "rollout_corr/rollout_is_max": float(ratio.max()),
+        "rollout_corr/rollout_is_eff_sample_size": float(1.0 / ((ratio / ratio.mean()) ** 2).mean()),
+        "rollout_corr/rollout_is_ratio_fraction_high": float((ratio > 2.0).double().mean()),
+        "rollout_corr/rollout_is_ratio_fraction_low": float((ratio < 0.5).double().mean()),
+        "train_rollout_logprob_abs_diff_mean": float(d.abs().mean()),
+        "train_rollout_logprob_abs_diff_max": float(d.abs().max()),
+        "training/rollout_probs_diff_mean": float(probability_difference.mean()),
+        "training/rollout_probs_diff_max": float(probability_difference.max()),
+        "training/rollout_probs_diff_std": float(probability_difference.std(correction=0)),
+    }
+
+
+def _sequence_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor, sequence: torch.Tensor) -> dict[str, float]:
+    _, index = torch.unique(sequence, return_inverse=True)
+    count = torch.bincount(index).double()
+
+    def per_sequence(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(count).index_add_(0, index, values)
+
+    log_ppl_train, log_ppl_rollout = -per_sequence(train) / count, -per_sequence(rollout) / count
+    difference = -per_sequence(d) / count
+    sums = per_sequence(d).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return {
+        "rollout_corr/training_log_ppl": float(log_ppl_train.mean()),
+        "rollout_corr/training_ppl": float(log_ppl_train.exp().mean()),
+        "rollout_corr/rollout_log_ppl": float(log_ppl_rollout.mean()),
+        "rollout_corr/rollout_ppl": float(log_ppl_rollout.exp().mean()),
+        "rollout_corr/log_ppl_diff": float(difference.mean()),
+        "rollout_corr/log_ppl_abs_diff": float(difference.abs().mean()),
+        "rollout_corr/log_ppl_diff_max": float(difference.max()),
+        "rollout_corr/log_ppl_diff_min": float(difference.min()),
+        "rollout_corr/ppl_ratio": float(difference.exp().mean()),
+        "rollout_corr/chi2_seq": float((2 * sums).exp().mean() - 1),
+    }

@@ -1,0 +1,125 @@
+"""The final figures of a run, the same ones in the terminal summary and in the report."""
+
+import math
+from dataclasses import dataclass
+
+from e2e_fp8.observability.charts import short
+from e2e_fp8.observability.history import RunHistory, mean
+from e2e_fp8.observability.names import OPERANDS, TILE_STATISTICS
+
+ENDS = 5
+"""Steps at either end over which training reward is averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One line of the summary."""
+
+    label: str
+    value: str
+    note: str = ""
+    good: bool | None = None
+    """False marks a failure, True a passed check."""
+
+
+def final_figures(history: RunHistory) -> list[Figure]:
+    """Everything one wants to know of a finished run, in order; a figure with no data says so."""
+    return [
+        _held_out(history),
+        _train_reward(history),
+        _ends(history, "response_length/mean", "Response length", "tokens"),
+        _mismatch(history),
+        _receipts(history),
+        *_speed(history),
+        _skipped(history),
+        *_tiles(history),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """``1 h 02 min``, ``3 min 05 s``, ``4.2 s``."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _held_out(history: RunHistory) -> Figure:
+    steps, values = history.series("reward/held_out")
+    if not values:
+        return Figure(label="Held-out reward", value="not evaluated")
+    if len(values) == 1:
+        return Figure(label="Held-out reward", value=f"{values[0]:.3f}", note=f"one evaluation, step {steps[0]:g}")
+    note = f"steps {steps[0]:g} to {steps[-1]:g}, best {max(values):.3f}"
+    return Figure(label="Held-out reward", value=f"{values[0]:.3f} → {values[-1]:.3f}", note=note)
+
+
+def _train_reward(history: RunHistory) -> Figure:
+    values = history.values("reward/mean")
+    if not values:
+        return Figure(label="Train reward", value="no RL step")
+    first, last = mean(values[:ENDS]), mean(values[-ENDS:])
+    return Figure(
+        label="Train reward", value=f"{first:.3f} → {last:.3f}", note=f"mean of the first and last {min(ENDS, len(values))} steps"
+    )
+
+
+def _ends(history: RunHistory, name: str, label: str, unit: str) -> Figure:
+    values = history.values(name)
+    if not values:
+        return Figure(label=label, value="n/a")
+    return Figure(label=label, value=f"{short(mean(values[:ENDS]))} → {short(mean(values[-ENDS:]))}", note=f"{unit}, same steps")
+
+
+def _mismatch(history: RunHistory) -> Figure:
+    steps, values = history.series("mismatch_kl")
+    if not values:
+        return Figure(label="Mismatch KL", value="n/a")
+    note = f"max {short(max(values))} at step {steps[values.index(max(values))]:g}, nats per token"
+    return Figure(label="Mismatch KL, mean", value=short(mean(values)), note=note)
+
+
+def _receipts(history: RunHistory) -> Figure:
+    passed, failed, unchecked = history.receipt_counts()
+    if not history.receipts:
+        return Figure(label="Receipts", value="none")
+    note = f"{unchecked} syncs not checked" if unchecked else "trainer and engine bytes equal" if not failed else "see the receipts table"
+    return Figure(label="Receipts", value=f"{passed} passed, {failed} failed", note=note, good=None if not passed + failed else failed == 0)
+
+
+def _speed(history: RunHistory) -> list[Figure]:
+    figures = []
+    for label, tokens, phase in (("Rollout speed", "tokens/rollout", "rollout"), ("Update speed", "tokens/train", "update")):
+        rl = [r for r in history.records if tokens in r and f"time/{phase}" in r and r.get("phase", 1.0) == 1.0]
+        seconds = math.fsum(r[f"time/{phase}"] for r in rl)
+        if seconds > 0:
+            figures.append(
+                Figure(label=label, value=f"{short(math.fsum(r[tokens] for r in rl) / seconds)} tokens/s", note="over all RL steps")
+            )
+    times = history.values("time")
+    phases = history.phase_seconds()
+    split = ", ".join(f"{phase} {100 * value / sum(phases.values()):.0f} %" for phase, value in phases.items())
+    figures.append(Figure(label="Wall time", value=duration(times[-1] if times else math.nan), note=split))
+    return figures
+
+
+def _skipped(history: RunHistory) -> Figure:
+    skipped = int(sum(history.values("skipped_steps")))
+    return Figure(
+        label="Skipped optimizer steps",
+        value=str(skipped),
+        note="non-finite gradients" if skipped else "",
+        good=None if not skipped else False,
+    )
+
+
+def _tiles(history: RunHistory) -> list[Figure]:
+    figures = []
+    for operand in OPERANDS:
+        last = {s: history.values(f"tiles/{operand}/{s}") for s in TILE_STATISTICS}
+        text = ", ".join(f"{s.replace('_', ' ').replace('e4m3', 'E4M3')} {short(100 * v[-1])} %" for s, v in last.items() if v)
+        if text:
+            figures.append(Figure(label=f"FP8 tiles, {operand}", value=text, note="last measured step"))
+    return figures

@@ -1,0 +1,127 @@
+"""Every metric a run may write, in one table. A sink refuses a name that is not here, so a typo cannot open a second series.
+
+Names under ``rollout_corr/`` and ``training/`` are verl's, so that curves of the two can be laid over each other.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PHASES = ("rollout", "reward", "old_log_probs", "update", "sync", "receipt", "eval", "checkpoint")
+"""Phases of a step, in the order in which they happen."""
+
+OPERANDS = ("weights", "activations", "gradients")
+TILE_STATISTICS = {
+    "saturated": "Elements at the largest magnitude of their format",
+    "subnormal": "Non-zero elements below the smallest normal value of their format",
+    "zero": "Elements that are zero after quantization",
+    "flushed": "Non-zero elements that quantization turned into zero",
+    "out_of_e4m3_range": "Elements whose tile's dynamic range does not fit E4M3",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What a name means and what its number counts."""
+
+    description: str
+    unit: str
+
+
+def _table(unit: str, **descriptions: str) -> dict[str, Metric]:
+    return {name: Metric(description=text, unit=unit) for name, text in descriptions.items()}
+
+
+def _prefixed(prefix: str, metrics: dict[str, Metric]) -> dict[str, Metric]:
+    return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
+
+
+_RUN = {
+    **_table("", step="Warm-start and RL steps done so far, in one count, from 1", policy_version="Optimizer steps in the weights"),
+    **_table("", phase="0 in the supervised warm start, 1 in reinforcement learning"),
+    **_table("s", time="Time since the start of the run, earlier sessions of a resumed run included"),
+    **_prefixed("time", _table("s", **{phase: f"Time of the step's {phase} phase" for phase in PHASES})),
+}
+_REWARD = {
+    **_prefixed("reward", _table("", mean="Mean reward of the step's samples", std="Standard deviation of the rewards")),
+    **_prefixed("reward", _table("", held_out="Mean reward on the held-out prompts")),
+    **_prefixed("response_length", _table("tokens", mean="Mean response length", max="Longest response")),
+    **_prefixed("response", _table("fraction", truncated_fraction="Responses cut off at the length limit")),
+    **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups of the step")),
+}
+_UPDATE = {
+    **_table("", loss="Policy loss per response token", grad_norm="Global gradient norm before clipping", learning_rate="Learning rate"),
+    **_table("nats", entropy="Mean entropy of the predictive distribution", kl_ref="k3 KL to the frozen reference policy"),
+    **_table("steps", skipped_steps="Optimizer steps refused for non-finite gradients"),
+    **_prefixed("clip_fraction", _table("fraction", low="Tokens clipped at 1 - clip_low", high="Tokens clipped at 1 + clip_high")),
+    **_prefixed("ratio", _table("", mean="Mean importance ratio of current to old policy")),
+    **_prefixed("sft", _table("nats", loss="Cross-entropy per answer token in the warm start")),
+    **_prefixed("sft", _table("", step="Warm-start step, from 1")),
+}
+_MISMATCH = {
+    **_table("nats", mismatch_kl="Mean of r - log r - 1, r = p_train / p_rollout, over response tokens (k3)"),
+    **_prefixed(
+        "train_rollout_logprob_abs_diff",
+        _table("nats", mean="Mean |log p_train - log p_rollout|", max="Largest such difference"),
+    ),
+    **_prefixed(
+        "training",
+        _table(
+            "",
+            rollout_probs_diff_mean="Mean |p_train - p_rollout|",
+            rollout_probs_diff_max="Largest |p_train - p_rollout|",
+            rollout_probs_diff_std="Standard deviation of |p_train - p_rollout|",
+            rollout_probs_diff_valid="1 where the differences could be computed",
+            rollout_actor_probs_pearson_corr="Pearson correlation of p_train and p_rollout",
+        ),
+    ),
+}
+_ROLLOUT_CORR = _prefixed(
+    "rollout_corr",
+    {
+        **_table("nats", kl="Mean of log p_rollout - log p_train", k3_kl="k3 estimate of KL(rollout, train)"),
+        **_table("nats", training_log_ppl="Mean negative log-prob under the trainer", rollout_log_ppl="The same under the engine"),
+        **_table("nats", log_ppl_diff="Mean per-sequence difference of log perplexity", log_ppl_abs_diff="Its mean magnitude"),
+        **_table("nats", log_ppl_diff_max="Largest such difference", log_ppl_diff_min="Smallest such difference"),
+        **_table(
+            "", training_ppl="Perplexity under the trainer", rollout_ppl="Perplexity under the engine", ppl_ratio="Mean ratio of the two"
+        ),
+        **_table("", chi2_token="chi-square divergence per token", chi2_seq="chi-square divergence per sequence"),
+        **_table("", rollout_is_mean="Mean truncated importance weight", rollout_is_std="Its standard deviation"),
+        **_table("", rollout_is_min="Smallest importance weight", rollout_is_max="Largest importance weight"),
+        **_table("fraction", rollout_is_eff_sample_size="Effective sample size of the weights over their count"),
+        **_table(
+            "fraction",
+            rollout_is_ratio_fraction_high="Weights above the threshold",
+            rollout_is_ratio_fraction_low="Weights below its inverse",
+        ),
+        **_table("", rollout_is_seq_mean="Mean per-sequence weight", rollout_is_seq_std="Its standard deviation"),
+        **_table("", rollout_is_seq_min="Smallest per-sequence weight", rollout_is_seq_max="Largest per-sequence weight"),
+        **_table("", rollout_is_seq_max_deviation="Largest distance of a per-sequence weight from 1"),
+        **_table("fraction", rollout_is_seq_fraction_high="Sequences whose weight is above the threshold"),
+        **_table("fraction", rollout_is_seq_fraction_low="Sequences whose weight is below its inverse"),
+        **_table(
+            "fraction", rollout_rs_masked_fraction="Tokens rejected", rollout_rs_seq_masked_fraction="Sequences with a rejected token"
+        ),
+    },
+)
+_COST = {
+    **_prefixed("tokens", _table("tokens", rollout="Tokens sampled in the step", train="Tokens trained on in the step")),
+    **_prefixed("rollout", _table("tokens/s", tokens_per_s="Sampling speed")),
+    **_prefixed("train", _table("tokens/s", tokens_per_s="Training speed of the update phase")),
+    **_prefixed("sync", {**_table("bytes", bytes="Bytes delivered to the engine"), **_table("s", seconds="Time of the delivery")}),
+    **_prefixed("receipt", _table("", passed="1 when the engine's bytes equal the trainer's", tensors="Tensors compared")),
+}
+_TILES = {
+    f"tiles/{operand}/{name}": Metric(description=f"{text} ({operand})", unit="fraction")
+    for operand in OPERANDS
+    for name, text in TILE_STATISTICS.items()
+}
+
+METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _MISMATCH | _ROLLOUT_CORR | _COST | _TILES
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError naming every metric that is not in METRICS."""
+    unknown = sorted(set(names) - METRICS.keys())
+    if unknown:
+        raise ValueError(f"unknown metric {', '.join(unknown)}: add it to e2e_fp8/observability/names.py")

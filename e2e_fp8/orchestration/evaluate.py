@@ -1,0 +1,61 @@
+"""Held-out evaluation: avg@k at the sampling temperature, with fixed seeds so that runs compare."""
+
+from pathlib import Path
+from typing import Any
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.orchestration.data_order import generation_seed
+from e2e_fp8.orchestration.run_folder import load_run_config
+from e2e_fp8.orchestration.session import Session, open_session
+from e2e_fp8.types import Prompt, Sample
+
+EVALUATION_STEP = -2
+"""Pseudo step whose seed evaluation uses: the same samples are drawn for the same weights at any step."""
+
+
+def held_out_samples(session: Session, samples_per_prompt: int) -> list[tuple[Sample, float]]:
+    """Sample every held-out prompt and score it."""
+    seed = generation_seed(session.cfg.run.seed, EVALUATION_STEP)
+    samples = session.start_rollout().generate(session.task.held_out, group_size=samples_per_prompt, seed=seed)
+    return [(s, session.task.score(s.prompt, s.response_text)) for s in samples]
+
+
+def held_out_reward(session: Session, samples_per_prompt: int) -> float:
+    """Mean reward over held-out prompts (avg@k)."""
+    scored = held_out_samples(session, samples_per_prompt)
+    return sum(reward for _, reward in scored) / len(scored)
+
+
+def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) -> dict[str, Any]:
+    """Evaluate a run's newest checkpoint, or a configuration's starting weights.
+
+    Returns:
+        ``reward/held_out`` (avg@k), ``prompts``, ``samples_per_prompt``, ``policy_version`` and a few ``examples``.
+    """
+    if run_dir is not None:
+        cfg = load_run_config(run_dir)
+    assert cfg is not None, "give a run folder or a configuration"
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        session = open_session(cfg, Path(scratch) / "model")
+        try:
+            if run_dir is not None:
+                session.trainer.load_state_dict(CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints).load_latest()["trainer"])
+            session.sync()
+            scored = held_out_samples(session, samples_per_prompt)
+        finally:
+            session.close()
+    return {
+        "reward/held_out": sum(r for _, r in scored) / len(scored),
+        "prompts": len(session.task.held_out),
+        "samples_per_prompt": samples_per_prompt,
+        "policy_version": session.trainer.policy_version,
+        "examples": [example_record(s.prompt, s, r) for s, r in scored[:5]],
+    }
+
+
+def example_record(prompt: Prompt, sample: Sample, reward: float) -> dict[str, Any]:
+    """One sample in readable form."""
+    return {"prompt": prompt.text, "response": sample.response_text, "answer": prompt.answer, "reward": reward}

@@ -1,0 +1,198 @@
+"""The loop, synchronous and in one process.
+
+    task prompts -> VllmEngine.generate -> verifier -> group advantages
+         ^                                                   |
+         |                                                   v
+    VllmEngine <- receipt <- weight sync <- MegatronEngine.train_step <- TIS weights <- old log-probs
+
+A step ends with the engine on the new weights, so staleness is 0 and the mismatch is numerics alone. State between steps is
+the trainer's state and the step number: prompts, sampling seeds and learning rate are functions of the step.
+"""
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.observability.progress import Progress, print_summary
+from e2e_fp8.observability.report import write_report
+from e2e_fp8.observability.timers import PhaseTimer
+from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.orchestration.environment import describe_environment
+from e2e_fp8.orchestration.evaluate import example_record, held_out_reward
+from e2e_fp8.orchestration.metrics_sink import open_sink
+from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
+from e2e_fp8.orchestration.run_folder import RunFolder
+from e2e_fp8.orchestration.session import Session, open_session
+from e2e_fp8.orchestration.tiles import tile_record
+from e2e_fp8.orchestration.warm_start import warm_start
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised between steps after Ctrl-C, once the checkpoint is written."""
+
+
+class StopFlag:
+    """Ctrl-C or SIGTERM asks for a stop at the next step boundary; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def restore(self) -> None:
+        """Put the previous handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run from start or resume to the report."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.folder = RunFolder(cfg)
+        self.started = time.perf_counter()
+        self.session: Session = open_session(cfg, self.folder.model_dir)
+        self.cfg = self.session.cfg
+        self.store = CheckpointStore(self.folder.checkpoints, keep=cfg.run.keep_checkpoints)
+        self.global_step = 0
+        """Warm-start steps and RL steps done so far, in one count."""
+        self.seconds_before = 0.0
+        if cfg.run.resume:
+            self._resume()
+        else:
+            self.folder.write_inputs(cfg, describe_environment())
+        self.sink = open_sink(self.cfg, self.folder.root, self.global_step)
+        self.progress = Progress(warm_steps=self.warm_steps, rl_steps=self.cfg.run.steps)
+        self.stop = StopFlag()
+
+    @property
+    def warm_steps(self) -> int:
+        """Supervised steps before RL."""
+        return self.cfg.training.warm_start.steps
+
+    def _resume(self) -> None:
+        state = self.store.load_latest()
+        self.session.trainer.load_state_dict(state["trainer"])
+        self.global_step = int(state["global_step"])
+        self.seconds_before = float(state["seconds"])
+        if state.get("reference") is not None:
+            self.session.make_reference(state["reference"])
+        for name in ("receipts.jsonl", "samples.jsonl"):
+            self.folder.truncate_after(name, self.global_step)
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def log(self, record: dict[str, float]) -> None:
+        """Count the step, write its record, and save or stop if it is time to."""
+        self.global_step += 1
+        record["time"] = self._seconds()
+        self.sink.log(self.global_step, record)
+        self.progress.update(self.global_step, record)
+
+    def checkpoint(self) -> None:
+        """Write the state after the current step."""
+        state: dict[str, Any] = {
+            "trainer": self.session.trainer.state_dict(),
+            "global_step": self.global_step,
+            "seconds": self._seconds(),
+        }
+        if self.session.reference is not None:
+            state["reference"] = self.session.reference.state_dict()
+        self.store.save(self.global_step, state)
+
+    def stop_if_asked(self) -> None:
+        """Between steps: honour Ctrl-C with a checkpoint."""
+        if self.stop.requested:
+            self.checkpoint()
+            raise Interrupted(f"stopped after step {self.global_step}; continue with --resume")
+
+    def _on_warm_step(self, step: int, record: dict[str, float]) -> None:
+        self.log(record)
+        self.stop_if_asked()
+
+    def execute(self) -> None:
+        """Warm start, then RL, with evaluation and checkpoints."""
+        warm_start(self.session, self.global_step, self._on_warm_step)
+        if self.cfg.objective.kl_coef > 0 and self.session.reference is None:
+            self.session.make_reference(self.session.trainer.state_dict())
+        first = self.global_step - self.warm_steps
+        self.progress.note("starting the rollout engine")
+        self._record_sync(self.session.sync())
+        if first == 0 and self.cfg.run.eval_interval:
+            self._log_start()
+        for step in range(first, self.cfg.run.steps):
+            self._rl_step(step)
+            self.stop_if_asked()
+
+    def _log_start(self) -> None:
+        reward = held_out_reward(self.session, self.cfg.run.eval_samples)
+        self.folder.append("evaluations.jsonl", {"step": self.global_step, "reward/held_out": reward})
+        self.progress.note(f"held-out reward before RL: {reward:.3f}")
+
+    def _rl_step(self, step: int) -> None:
+        timer = PhaseTimer()
+        outcome = run_step(self.session, step, timer)
+        self._record_sync(outcome.sync)
+        last = step + 1 == self.cfg.run.steps
+        if self._due(self.cfg.run.eval_interval, step, last):
+            self._evaluate(outcome, timer)
+        self.log(outcome.record)
+        if self._due(self.cfg.run.checkpoint_interval, step, last):
+            self.checkpoint()
+
+    @staticmethod
+    def _due(interval: int, step: int, last: bool) -> bool:
+        return interval > 0 and (last or (step + 1) % interval == 0)
+
+    def _evaluate(self, outcome: StepOutcome, timer: PhaseTimer) -> None:
+        with timer("eval"):
+            outcome.record["reward/held_out"] = held_out_reward(self.session, self.cfg.run.eval_samples)
+            outcome.record |= tile_record(self.session, outcome.samples)
+        outcome.record["time/eval"] = timer.seconds()["eval"]
+        step = self.global_step + 1
+        self.folder.append("evaluations.jsonl", {"step": step, "reward/held_out": outcome.record["reward/held_out"]})
+        for sample in outcome.samples[:4]:
+            self.folder.append("samples.jsonl", {"step": step} | example_record(sample.prompt, sample, sample.reward))
+
+    def _record_sync(self, sync: Any) -> None:
+        receipt = sync.receipt
+        self.folder.append(
+            "receipts.jsonl",
+            {
+                "step": self.global_step,
+                "policy_version": sync.policy_version,
+                "tensors": len(receipt.digests) if receipt else 0,
+                "bytes": receipt.num_bytes if receipt else 0,
+                "digest": receipt.combined if receipt else "",
+                "seconds": sync.seconds,
+                "passed": receipt is not None,
+            },
+        )
+
+    def close(self) -> None:
+        """Release the engine, sinks and signal handlers."""
+        self.stop.restore()
+        self.progress.close()
+        self.sink.close()
+        self.session.close()
+
+
+def train(cfg: Config) -> Path:
+    """Run or resume; returns the run folder, which then holds ``report.html``."""
+    run = Run(cfg)
+    try:
+        run.execute()
+    finally:
+        run.close()
+        if (run.folder.root / "metrics.jsonl").exists():
+            write_report(run.folder.root)
+    print_summary(run.folder.root)
+    return run.folder.root

@@ -1,0 +1,143 @@
+"""One reinforcement-learning step: roll out, reward, old log-probs, correction, update, sync."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from e2e_fp8.correction.diagnostics import mismatch_metrics
+from e2e_fp8.observability.timers import PhaseTimer
+from e2e_fp8.orchestration.batching import pack_samples, with_old_log_probs
+from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
+from e2e_fp8.orchestration.session import Session
+from e2e_fp8.orchestration.warm_start import warmed_up
+from e2e_fp8.orchestration.weight_sync import SyncReport
+from e2e_fp8.types import PackedBatch, Sample, StepReport, TokenStats
+from e2e_fp8.update.advantages import GroupStats, group_advantages
+from e2e_fp8.update.loss_fn import make_loss_fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What one RL step produced."""
+
+    record: dict[str, float]
+    samples: list[Sample]
+    sync: SyncReport
+
+
+def run_step(session: Session, step: int, timer: PhaseTimer) -> StepOutcome:
+    """One whole step from the current weights; the engine holds the new weights at the end."""
+    cfg = session.cfg
+    rollout = session.start_rollout()
+    with timer("rollout"):
+        prompts = prompts_of_step(session.task.train, step, cfg.rollout.prompts_per_step, cfg.run.seed)
+        samples = rollout.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
+    with timer("reward"):
+        samples = [replace(s, reward=session.task.score(s.prompt, s.response_text)) for s in samples]
+    advantages, groups = group_advantages(
+        torch.tensor([s.reward for s in samples]),
+        torch.tensor([s.group_id for s in samples]),
+        normalize_by_std=cfg.objective.normalize_by_std,
+        eps=cfg.objective.advantage_eps,
+    )
+    with timer("old_log_probs"):
+        batches, stats = _with_old_log_probs(session, samples, advantages)
+    mismatch = _mismatch(batches)
+    with timer("update"):
+        reports = _update(session, step, batches)
+    with timer("sync"):
+        sync = session.sync()
+    record = _rollout_metrics(samples, groups) | mismatch | _update_metrics(reports)
+    record["entropy"] = _entropy(batches, stats)
+    record |= _cost_metrics(samples, batches, timer, sync)
+    record["phase"] = 1.0
+    record["policy_version"] = float(session.trainer.policy_version)
+    record["learning_rate"] = warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps)
+    return StepOutcome(record=record, samples=samples, sync=sync)
+
+
+def _with_old_log_probs(session: Session, samples: Sequence[Sample], advantages: torch.Tensor) -> tuple[list[PackedBatch], list[TokenStats]]:
+    batches = pack_samples(
+        samples, advantages, max_tokens=session.cfg.training.max_tokens_per_microbatch, device=session.trainer.device
+    )
+    stats = session.trainer.token_stats(batches)
+    batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
+    if session.reference is not None:
+        reference = session.reference.token_stats(batches)
+        batches = [replace(b, ref_log_probs=r.log_probs * b.loss_mask) for b, r in zip(batches, reference, strict=True)]
+    return batches, stats
+
+
+def _update(session: Session, step: int, batches: list[PackedBatch]) -> list[StepReport]:
+    """``minibatches_per_step`` optimizer steps over disjoint sets of micro-batches."""
+    cfg = session.cfg
+    session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
+    loss_fn = make_loss_fn(cfg.objective, cfg.correction)
+    count = min(cfg.training.minibatches_per_step, len(batches))
+    reports = []
+    for index in range(count):
+        part = batches[index::count]
+        reports.append(session.trainer.train_step(part, loss_fn, float(sum(b.loss_mask.sum() for b in part))))
+    return reports
+
+
+def _mismatch(batches: Sequence[PackedBatch]) -> dict[str, float]:
+    """verl's ``rollout_corr/*`` over all response tokens of the step."""
+    offsets, total = [torch.zeros(1, dtype=torch.int64)], 0
+    for batch in batches:
+        offsets.append(batch.cu_seqlens[1:].cpu().to(torch.int64) + total)
+        total += batch.token_ids.numel()
+    return mismatch_metrics(
+        torch.cat([b.old_log_probs.cpu() for b in batches]),
+        torch.cat([b.rollout_log_probs.cpu() for b in batches]),
+        torch.cat([b.loss_mask.cpu() for b in batches]),
+        torch.cat(offsets),
+    )
+
+
+def _rollout_metrics(samples: Sequence[Sample], groups: GroupStats) -> dict[str, float]:
+    rewards = torch.tensor([s.reward for s in samples])
+    lengths = torch.tensor([len(s.response_token_ids) for s in samples], dtype=torch.float32)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "groups/degenerate": float(groups.degenerate),
+        "groups/total": float(groups.total),
+    }
+
+
+def _update_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
+    keys = reports[0].metrics.keys()
+    record = {key: sum(r.metrics[key] for r in reports) / len(reports) for key in keys}
+    record["grad_norm"] = max(r.grad_norm for r in reports)
+    record["skipped_steps"] = float(sum(r.skipped for r in reports))
+    return record
+
+
+def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> float:
+    total = sum(float((s.entropy * b.loss_mask).sum()) for b, s in zip(batches, stats, strict=True))
+    return total / max(sum(float(b.loss_mask.sum()) for b in batches), 1.0)
+
+
+def _cost_metrics(samples: Sequence[Sample], batches: Sequence[PackedBatch], timer: PhaseTimer, sync: SyncReport) -> dict[str, float]:
+    seconds = timer.seconds()
+    rollout_tokens = float(sum(len(s.response_token_ids) for s in samples))
+    train_tokens = float(sum(b.token_ids.numel() for b in batches))
+    record = {f"time/{phase}": value for phase, value in seconds.items()}
+    record |= {
+        "tokens/rollout": rollout_tokens,
+        "tokens/train": train_tokens,
+        "rollout/tokens_per_s": rollout_tokens / max(seconds["rollout"], 1e-9),
+        "train/tokens_per_s": train_tokens / max(seconds["update"], 1e-9),
+        "sync/bytes": float(sync.num_bytes),
+        "sync/seconds": sync.seconds,
+        "time/receipt": sync.receipt_seconds,
+        "receipt/passed": 1.0,
+        "receipt/tensors": float(len(sync.receipt.digests)) if sync.receipt else 0.0,
+    }
+    record["time/sync"] = sync.seconds
+    return record

@@ -1,0 +1,54 @@
+"""Files of one run: ``config.yaml environment.json metrics.jsonl receipts.jsonl samples.jsonl checkpoints/ model/ report.html``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+
+
+class RunFolder:
+    """Opens the folder of a run; refuses to mix two runs."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.root = Path(cfg.run.out_dir) / cfg.run.name
+        self.model_dir = self.root / "model"
+        self.checkpoints = self.root / "checkpoints"
+        occupied = self.root.exists() and any(self.root.iterdir())
+        if occupied and not cfg.run.resume:
+            raise ConfigError(f"run.name: {self.root} already holds a run; add --resume to continue it, or choose another run.name.")
+        if cfg.run.resume and not self.checkpoints.is_dir():
+            raise ConfigError(f"run.resume: {self.checkpoints} does not exist, so there is nothing to resume; drop --resume to start this run.")
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def write_inputs(self, cfg: Config, environment: dict[str, str]) -> None:
+        """Record what the run was started with."""
+        (self.root / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        (self.root / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        """Append one JSON line to ``name``."""
+        with open(self.root / name, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def truncate_after(self, name: str, step: int) -> None:
+        """Drop lines of steps after ``step``, so that a resumed run does not record them twice."""
+        path = self.root / name
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            path.write_text("".join(line + "\n" for line in kept))
+
+
+def load_run_config(run_dir: Path) -> Config:
+    """The configuration a run was started with.
+
+    Raises:
+        ConfigError: ``run_dir`` is not a run folder.
+    """
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} is not a run folder: it has no config.yaml. Give a folder that `e2e-fp8 train` wrote, such as runs/NAME.")
+    return Config.model_validate(yaml.safe_load(path.read_text()))

@@ -1,0 +1,85 @@
+"""Everything a run holds: task, trainer, engine, folder. Built once, closed once."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from e2e_fp8.config.hf import to_hf_config
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.orchestration.environment import prepare_environment, resolve_backend
+from e2e_fp8.orchestration.weight_sync import SyncReport, sync_weights
+from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.tasks.dataset import Task, load_task
+from e2e_fp8.training.engine import MegatronEngine
+
+
+def write_model_dir(cfg: Config, task: Task, model_dir: Path) -> None:
+    """config.json (with the block-FP8 quantization_config when the engine runs FP8) and tokenizer, what vLLM starts from."""
+    model_dir.mkdir(parents=True, exist_ok=True)
+    quantization = None
+    if cfg.numerics.rollout_precision == "fp8":
+        quantization = QuantizationPlan.from_config(cfg).hf_quantization_config(cfg.model)
+    (model_dir / "config.json").write_text(json.dumps(to_hf_config(cfg.model, quantization), indent=2) + "\n")
+    task.tokenizer.save(model_dir)
+
+
+def load_task_for(cfg: Config) -> Task:
+    """The task, with its tokenizer checked against the model's vocabulary."""
+    task = load_task(cfg)
+    if task.tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {cfg.model.vocab_size} but the tokenizer has {task.tokenizer.vocab_size} entries; "
+            f"set model.vocab_size to {task.tokenizer.vocab_size} or more."
+        )
+    return task
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Trainer and engine of one process."""
+
+    cfg: Config
+    task: Task
+    trainer: MegatronEngine
+    model_dir: Path
+    rollout: VllmEngine | None = None
+    reference: MegatronEngine | None = None
+    """Frozen policy of the KL term; None when objective.kl_coef is 0."""
+
+    def make_reference(self, state: dict[str, Any]) -> None:
+        """Freeze a second engine at ``state`` as the reference policy."""
+        self.reference = MegatronEngine(self.cfg)
+        self.reference.load_state_dict(state)
+
+    def start_rollout(self) -> VllmEngine:
+        """Start the engine on first use; it is slow to start and the warm start does not need it."""
+        if self.rollout is None:
+            self.rollout = VllmEngine(self.cfg, self.model_dir, self.task.tokenizer.eos_token_id, self.task.tokenizer.decode)
+        return self.rollout
+
+    def sync(self) -> SyncReport:
+        """Deliver the trainer's weights into the engine."""
+        return sync_weights(self.trainer, self.start_rollout(), self.cfg, self.model_dir.parent / "sync")
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self.rollout is not None:
+            self.rollout.close()
+            self.rollout = None
+
+
+def open_session(cfg: Config, model_dir: Path) -> Session:
+    """Prepare the environment, then build task and trainer; the engine starts on first use."""
+    cfg = resolve_backend(cfg)
+    prepare_environment(cfg)
+    if cfg.run.threads:
+        import torch
+
+        torch.set_num_threads(cfg.run.threads)
+    task = load_task_for(cfg)
+    write_model_dir(cfg, task, model_dir)
+    trainer = MegatronEngine(cfg)
+    return Session(cfg=cfg, task=task, trainer=trainer, model_dir=model_dir)

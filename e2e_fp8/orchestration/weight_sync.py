@@ -1,0 +1,86 @@
+"""One weight sync: export from the trainer, deliver into the engine, prove the bytes."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.export.hf_names import to_hf
+from e2e_fp8.export.rollout_only import quantize_for_rollout
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.sync.receipt import Manifest, check_receipt, manifest_of
+from e2e_fp8.training.engine import MegatronEngine
+from e2e_fp8.types import ExportedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one sync moved and whether the receipt passed."""
+
+    policy_version: int
+    num_bytes: int
+    """Bytes of all delivered tensors."""
+    seconds: float
+    """Export and delivery, until the engine can generate again."""
+    receipt_seconds: float
+    receipt: Manifest | None
+    """Engine-side manifest, equal to the trainer's; None when the receipt is switched off."""
+
+
+def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
+    """HF-named tensors for the rollout engine. With an FP8 trainer these are its own bytes; otherwise see export.rollout_only."""
+    tensors = to_hf(trainer.named_local_weights(), cfg.model)
+    if cfg.numerics.rollout_precision == "fp8" and cfg.numerics.training_precision == "bf16":
+        return quantize_for_rollout(tensors, QuantizationPlan.from_config(cfg))
+    return tensors
+
+
+def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scratch: Path) -> SyncReport:
+    """Bring the engine to the trainer's policy version.
+
+    Raises:
+        ByteMismatchError: the engine's bytes are not the trainer's afterwards.
+    """
+    started = time.perf_counter()
+    tensors = list(exported_tensors(trainer, cfg))
+    if cfg.sync.transport == "disk":
+        tensors = _through_disk(tensors, scratch)
+    rollout.update_weights(iter(tensors), policy_version=trainer.policy_version)
+    _device_synchronize(cfg)
+    delivered = time.perf_counter()
+    receipt = None
+    if cfg.sync.receipt:
+        receipt = manifest_of(rollout.read_back())
+        check_receipt(manifest_of(tensors), receipt, policy_version=trainer.policy_version)
+    return SyncReport(
+        policy_version=trainer.policy_version,
+        num_bytes=sum(t.tensor.numel() * t.tensor.element_size() for t in tensors),
+        seconds=delivered - started,
+        receipt_seconds=time.perf_counter() - delivered,
+        receipt=receipt,
+    )
+
+
+def _through_disk(tensors: list[ExportedTensor], scratch: Path) -> list[ExportedTensor]:
+    import shutil
+
+    from safetensors import safe_open
+
+    from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
+
+    shutil.rmtree(scratch, ignore_errors=True)
+    write_hf_checkpoint(scratch, tensors, {})
+    read: list[ExportedTensor] = []
+    for shard in sorted(scratch.glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            read += [ExportedTensor(name=name, tensor=file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+    return read
+
+
+def _device_synchronize(cfg: Config) -> None:
+    if cfg.run.backend == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

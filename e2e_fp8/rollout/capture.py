@@ -1,0 +1,32 @@
+"""Routed-experts capture for the unquantized mixture of experts on the CPU.
+
+vLLM records a token's experts inside its router, which that method bypasses: it routes inside its kernel call. The same
+routing function is applied to the same router logits here, and the result given to the same recorder.
+"""
+
+import torch
+
+
+def capture_unquantized_cpu_routing(model: torch.nn.Module) -> None:
+    """Make every monolithic unquantized MoE layer of ``model`` report its choices to vLLM's recorder."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in model.modules():
+        if not isinstance(module, MoERunner) or not module.routed_experts.quant_method.is_monolithic:
+            continue
+        inner, router = module.routed_experts.quant_method.apply_monolithic, module.router
+
+        def apply_monolithic(layer, x, router_logits, input_ids=None, *, inner=inner, router=router):
+            _, topk_ids = select_experts(
+                hidden_states=x,
+                router_logits=router_logits,
+                top_k=layer.top_k,
+                use_grouped_topk=layer.use_grouped_topk,
+                renormalize=layer.renormalize,
+                scoring_func=layer.scoring_func,
+            )
+            router.capture_fn(topk_ids)
+            return inner(layer, x, router_logits, input_ids)
+
+        module.routed_experts.quant_method.apply_monolithic = apply_monolithic

@@ -1,0 +1,236 @@
+"""vLLM in the trainer's process, on CPU or CUDA: the rollout engine of :class:`e2e_fp8.protocols.RolloutEngine`."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import EngineError
+from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
+from e2e_fp8.rollout.engine_thread import EngineThread
+from e2e_fp8.rollout.environment import apply_environment
+from e2e_fp8.rollout.sampling import check_prompts, length_at_stop, request_seed
+from e2e_fp8.types import ExportedTensor, Prompt, Sample
+
+
+def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for a run; a pure function of its inputs."""
+    rollout = cfg.rollout
+    args: dict[str, Any] = {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "seed": cfg.run.seed,
+        "generation_config": "vllm",
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(2048, rollout.max_model_len),
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enforce_eager": rollout.enforce_eager or device == "cpu",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "hf_overrides": {"head_dtype": cfg.numerics.head_dtype},
+        "weight_transfer_config": {"backend": "e2e_fp8_local"},
+        "enable_return_routed_experts": is_moe and rollout.capture_routed_experts,
+        # These passes quantize inside other kernels and drop the configured rounding of scales.
+        "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
+        "additional_config": {
+            "e2e_fp8": {"power_2_scale": cfg.numerics.scale_format == "pow2", "amax_epsilon": cfg.numerics.amax_epsilon},
+        },
+        "disable_log_stats": True,
+    }
+    if device == "cuda":
+        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if is_moe and fp8:
+            args["moe_backend"] = rollout.moe_backend
+    return args
+
+
+class VllmEngine:
+    """One in-process vLLM engine.
+
+    ``model_dir`` holds config.json (with ``quantization_config`` for FP8 rollout) and needs no weights: they are random
+    until the first :meth:`update_weights`, and :meth:`generate` refuses to run before it. All calls into vLLM are made by one
+    thread and timed against ``rollout.timeout_s``.
+    """
+
+    def __init__(self, cfg: Config, model_dir: Path, eos_token_id: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """Start vLLM. Raises ConfigError for contradictory settings, EngineError when vLLM or the plugin does not come up."""
+        self.cfg = cfg
+        self.device = cfg.run.backend if cfg.run.backend != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        apply_environment(cfg, device=self.device)
+        self.hf_config = read_hf_config(model_dir)
+        self.layout = engine_layout(self.hf_config)
+        self.policy_version: int | None = None
+        """Version of the weights delivered last; None before the first delivery."""
+        self.eos_token_id = eos_token_id
+        self.decode = decode
+        self._requests = 0
+        self._thread = EngineThread()
+        self._llm = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
+
+    def _start(self, model_dir: Path) -> Any:
+        if self.device == "cpu":
+            # The environment variable is read when dynamo is imported, which may have happened already.
+            import torch._dynamo.config as dynamo_config
+
+            dynamo_config.disable = True
+        from vllm import LLM
+
+        from e2e_fp8.rollout.preflight import verify_plugin_live
+
+        verify_plugin_live()
+        is_moe = self.hf_config["model_type"] == "qwen3_moe"
+        args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
+        # vLLM's CPU worker replaces this function by a warning, for the whole process.
+        set_num_threads = torch.set_num_threads
+        try:
+            llm = LLM(**args)
+        finally:
+            torch.set_num_threads = set_num_threads
+        if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
+            from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
+
+            llm.apply_model(capture_unquantized_cpu_routing)
+        llm.init_weight_transfer_engine({"init_info": {}})
+        return llm
+
+    def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
+        """``group_size`` samples for each prompt, in prompt order; ``group_id`` is the prompt's index in ``prompts``.
+
+        Sample j of prompt i is drawn from its own generator, seeded by (``seed``, i, j), so a call is a function of weights
+        and arguments. Text after a stop string is cut at the token that completes the string. Raises DataError for a prompt that
+        does not fit the window, EngineError when the engine dies or exceeds ``rollout.timeout_s``.
+        """
+        if self.policy_version is None:
+            raise EngineError("The rollout engine has no weights yet: call update_weights before generate.")
+        rollout = self.cfg.rollout
+        check_prompts(
+            prompts,
+            window=rollout.max_model_len,
+            max_response_tokens=rollout.max_response_tokens,
+            vocab_size=self.hf_config["vocab_size"],
+        )
+        phase = f"generation of {len(prompts)} x {group_size} samples"
+        outputs = self._thread.run(phase, rollout.timeout_s, lambda: self._generate(prompts, group_size, seed))
+        return [
+            self._sample(prompt, index, outputs[index * group_size + member])
+            for index, prompt in enumerate(prompts)
+            for member in range(group_size)
+        ]
+
+    def _generate(self, prompts: Sequence[Prompt], group_size: int, seed: int) -> list[Any]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, order = self._llm.llm_engine, {}
+        for index, prompt in enumerate(prompts):
+            for member in range(group_size):
+                params = SamplingParams(
+                    temperature=self.cfg.rollout.temperature,
+                    max_tokens=self.cfg.rollout.max_response_tokens,
+                    stop_token_ids=[self.eos_token_id],
+                    seed=request_seed(seed, index, member),
+                    logprobs=0,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                request_id = f"e2e-{self._requests}"
+                self._requests += 1
+                order[request_id] = index * group_size + member
+                engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params)
+        finished: list[Any] = [None] * len(order)
+        deadline, done, steps = time.monotonic() + self.cfg.rollout.timeout_s, 0, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                finished[order[output.request_id]] = output.outputs[0]
+                done += 1
+            steps += 1
+            self._thread.progress = f"{done} of {len(order)} samples finished after {steps} steps"
+            if time.monotonic() > deadline:
+                # The caller has given up by now; do not compete with it for the processor.
+                raise EngineError("generation abandoned")
+        return finished
+
+    def _sample(self, prompt: Prompt, group_id: int, output: Any) -> Sample:
+        token_ids = tuple(output.token_ids)
+        log_probs = tuple(step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True))
+        finish_reason, routed_experts = output.finish_reason, output.routed_experts
+        cut = length_at_stop(token_ids, self.cfg.rollout.stop, self.decode)
+        if cut is not None:
+            token_ids, log_probs, finish_reason = token_ids[:cut], log_probs[:cut], "stop"
+        if routed_experts is not None:
+            routed_experts = routed_experts[: len(prompt.token_ids) + len(token_ids) - 1]
+        assert self.policy_version is not None
+        return Sample(
+            prompt=prompt,
+            group_id=group_id,
+            response_token_ids=token_ids,
+            response_text=self.decode(token_ids[:-1] if token_ids and token_ids[-1] == self.eos_token_id else token_ids),
+            rollout_log_probs=log_probs,
+            routed_experts=routed_experts,
+            finish_reason=finish_reason,
+            policy_version=self.policy_version,
+        )
+
+    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> None:
+        """Load a complete set of weights and reset the prefix cache; no copy through disk, no requantization.
+
+        Names, shapes and dtypes are compared with the model's before anything is written: EngineError otherwise. The tensors
+        are read on this call only, so the caller may change them afterwards.
+        """
+        from e2e_fp8.rollout.weight_transfer import post
+
+        delivered: dict[str, torch.Tensor] = {}
+        for entry in tensors:
+            if entry.name in delivered:
+                raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
+            delivered[entry.name] = entry.tensor.detach()
+        check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
+        self._update({"token": post(list(delivered.items()))}, policy_version)
+
+    def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> None:
+        """As :meth:`update_weights`, from the safetensors files of ``directory``."""
+        from e2e_fp8.rollout.weight_transfer import read_directory
+
+        check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_directory(directory)})
+        self._update({"directory": str(directory)}, policy_version)
+
+    def _update(self, update_info: dict[str, str], policy_version: int) -> None:
+        def transfer() -> None:
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": update_info})
+            self._llm.finish_weight_update()
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
+
+        self.policy_version = None
+        self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
+        self.policy_version = policy_version
+
+    def read_back(self) -> Iterator[ExportedTensor]:
+        """Every FP8 weight and ``weight_scale_inv`` of the live model under its HF name, as views of the engine's memory.
+
+        Raises EngineError when vLLM holds one in another shape or dtype than delivered.
+        """
+        parameters = self._thread.run("read-back", self.cfg.rollout.timeout_s, self._parameters)
+        for slot in self.layout:
+            if slot.fp8:
+                yield ExportedTensor(name=slot.name, tensor=slot.view(parameters))
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory; a second call does nothing."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        self._thread.run("shut-down", self.cfg.rollout.timeout_s, lambda: llm.llm_engine.engine_core.shutdown())
+        self._thread.stop()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,19 @@
+"""Entry point of vLLM's plugin system (group ``vllm.general_plugins``).
+
+vLLM swallows errors of plugins and goes on without them: :mod:`e2e_fp8.rollout.preflight` turns that into an error.
+"""
+
+
+def register() -> None:
+    """Register the weight-transfer engine, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    from e2e_fp8.rollout.weight_transfer import BACKEND
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "e2e_fp8.rollout.weight_transfer", "LocalWeightTransferEngine")
+    if current_platform.is_cpu():
+        from e2e_fp8.rollout.cpu_fp8 import register_cpu_fp8
+
+        register_cpu_fp8()

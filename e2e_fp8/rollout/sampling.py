@@ -1,0 +1,40 @@
+"""Seeds and limits of sampling, independent of vLLM."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from e2e_fp8.errors import DataError
+from e2e_fp8.types import Prompt
+
+
+def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+    """63-bit seed of one sample: distinct per (seed, prompt, sample) and the same on every run and machine."""
+    digest = hashlib.blake2b(f"{seed}/{prompt_index}/{sample_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def check_prompts(prompts: Sequence[Prompt], *, window: int, max_response_tokens: int, vocab_size: int) -> None:
+    """Raise DataError naming the first prompt that is empty, out of vocabulary, or leaves no room for the response."""
+    limit = window - max_response_tokens
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise DataError(f"Prompt {prompt.uid!r} has no tokens.")
+        if length > limit:
+            raise DataError(
+                f"Prompt {prompt.uid!r} has {length} tokens, but at most {limit} fit: rollout.max_model_len is {window} and "
+                f"rollout.max_response_tokens is {max_response_tokens}. Raise the window or drop the prompt."
+            )
+        if not all(0 <= token < vocab_size for token in prompt.token_ids):
+            raise DataError(f"Prompt {prompt.uid!r} has token ids outside the model's vocabulary of {vocab_size}.")
+
+
+def length_at_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """Number of leading tokens whose text first contains a stop string, or None when none does."""
+    if not stop or not any(text in decode(token_ids) for text in stop):
+        return None
+    for length in range(1, len(token_ids) + 1):
+        decoded = decode(token_ids[:length])
+        if any(text in decoded for text in stop):
+            return length
+    return len(token_ids)

@@ -1,0 +1,151 @@
+"""Prompts with verifiers: reasoning-gym data sets, or JSONL and parquet files."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.config.task import TaskConfig
+from e2e_fp8.errors import ConfigError, DataError
+from e2e_fp8.tasks.rewards import RewardFunction, math_reward, strict_score, user_reward
+from e2e_fp8.tasks.tokenizer import HfTokenizer, load_tokenizer, train_tokenizer
+from e2e_fp8.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Training and held-out prompts with their reward and tokenizer."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    """Disjoint from ``train`` by prompt text."""
+    tokenizer: HfTokenizer
+    reward: RewardFunction
+
+    def score(self, prompt: Prompt, response_text: str) -> float:
+        """Finite reward of one response; DataError naming the prompt otherwise."""
+        return strict_score(self.reward, prompt, response_text)
+
+
+def load_task(cfg: Config) -> Task:
+    """Read or generate prompts, split them, make or load the tokenizer, check lengths.
+
+    Raises:
+        DataError: no usable prompts, malformed files, or a prompt longer than the window.
+        ConfigError: unknown data set or reward.
+    """
+    prompts, verifier = _reasoning_gym(cfg.task) if cfg.task.kind == "reasoning_gym" else _from_file(cfg.task)
+    train, held_out = _split(prompts, cfg.task)
+    if cfg.task.tokenizer == "auto":
+        tokenizer = train_tokenizer((t for p in train for t in (p.text, p.answer)), cfg.model.vocab_size)
+    else:
+        tokenizer = load_tokenizer(Path(cfg.task.tokenizer))
+    limit = cfg.rollout.max_model_len - cfg.rollout.max_response_tokens
+    return Task(
+        train=[_encoded(p, tokenizer, limit) for p in train],
+        held_out=[_encoded(p, tokenizer, limit) for p in held_out],
+        tokenizer=tokenizer,
+        reward=_reward(cfg.task, verifier),
+    )
+
+
+def _encoded(prompt: Prompt, tokenizer: HfTokenizer, limit: int) -> Prompt:
+    token_ids = tokenizer.encode_prompt(prompt.text)
+    if not token_ids:
+        raise DataError(f"prompt {prompt.uid} is empty; remove it from the data set.")
+    if len(token_ids) > limit:
+        raise DataError(
+            f"prompt {prompt.uid} has {len(token_ids)} tokens, more than the {limit} that rollout.max_model_len leaves beside "
+            "rollout.max_response_tokens; raise max_model_len, lower max_response_tokens, or drop the prompt."
+        )
+    return replace(prompt, token_ids=token_ids)
+
+
+def _split(prompts: list[Prompt], task: TaskConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Distinct prompts, shuffled by the task's seed; held-out first, so that it does not depend on ``train_size``."""
+    distinct = list({p.text: p for p in prompts}.values())
+    if not distinct:
+        raise DataError(f"the data set {task.path or task.name} is empty: no prompt was found.")
+    if len(distinct) <= task.held_out_size:
+        raise DataError(
+            f"the data set {task.path or task.name} has {len(distinct)} distinct prompts, not enough for task.held_out_size {task.held_out_size} "
+            "and one training prompt; lower task.held_out_size or give more data."
+        )
+    random.Random(task.seed).shuffle(distinct)
+    return distinct[task.held_out_size :][: task.train_size], distinct[: task.held_out_size]
+
+
+def _reasoning_gym(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+
+    # twice as many as asked for: procedural generators repeat prompts, and the split needs distinct ones
+    size = 2 * (task.train_size + task.held_out_size)
+    try:
+        data = reasoning_gym.create_dataset(task.name, **{"size": size, "seed": task.seed, **task.params})
+        entries = [data[i] for i in range(size)]
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"task.name {task.name} with task.params {task.params}: reasoning-gym refuses them ({error}).") from error
+    prompts = [
+        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=str(e["answer"]), metadata={"entry": e}) for i, e in enumerate(entries)
+    ]
+    return prompts, lambda prompt, response: data.score_answer(answer=response.strip(), entry=prompt.metadata["entry"])
+
+
+def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
+    if task.path is None:
+        raise ConfigError("task.path is needed with task.kind: file; give a JSONL or parquet file.")
+    path = Path(task.path)
+    if not path.exists():
+        raise DataError(f"task.path: {path} does not exist.")
+    prompts = []
+    for where, row in _rows(path):
+        for column in (task.prompt_field, task.answer_field):
+            if row.get(column) is None:
+                raise DataError(f"{where} has no column {column!r}; it has {sorted(row)}. Set task.prompt_field and task.answer_field.")
+        extra = {k: v for k, v in row.items() if k not in (task.prompt_field, task.answer_field)}
+        prompts.append(
+            Prompt(uid=f"{path.name}:{len(prompts)}", text=str(row[task.prompt_field]), token_ids=(), answer=str(row[task.answer_field]), metadata=extra)
+        )
+    return prompts, lambda prompt, response: float(response.strip() == prompt.answer.strip())
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        yield from ((f"{path} row {i}", row) for i, row in enumerate(rows))
+        return
+    if path.suffix not in (".jsonl", ".json"):
+        raise DataError(f"task.path: {path} is neither .jsonl nor .parquet.")
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} line {number} is not JSON: {error.msg}.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path} line {number} is not a JSON object.")
+        yield f"{path} line {number}", row
+
+
+def _reward(task: TaskConfig, verifier: RewardFunction) -> RewardFunction:
+    if task.reward == "verifier":
+        return verifier
+    if task.reward == "math":
+        return math_reward
+    if ":" not in task.reward:
+        raise ConfigError(f"task.reward: {task.reward!r} is not verifier, math or package.module:function.")
+    return user_reward(task.reward)

@@ -1,0 +1,50 @@
+"""Reward functions and the strict wrapper around them."""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from e2e_fp8.errors import ConfigError, DataError
+from e2e_fp8.types import Prompt
+
+RewardFunction = Callable[[Prompt, str], float]
+
+
+def math_reward(prompt: Prompt, response_text: str) -> float:
+    """1.0 when math-verify finds the response's final expression equal to the reference answer, else 0.0."""
+    from math_verify import parse, verify
+
+    reference = parse(f"${prompt.answer}$", parsing_timeout=None)
+    return 1.0 if verify(reference, parse(response_text, parsing_timeout=None), timeout_seconds=None) else 0.0
+
+
+def user_reward(import_path: str) -> RewardFunction:
+    """``package.module:function`` called as ``function(prompt_text, response_text, answer, metadata) -> float``.
+
+    Raises:
+        ConfigError: the module or the function cannot be imported.
+    """
+    module_name, _, attribute = import_path.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"task.reward: {import_path} cannot be imported ({error}); give package.module:function on the Python path.") from error
+    return lambda prompt, response: function(prompt.text, response, prompt.answer, prompt.metadata)
+
+
+def strict_score(reward: RewardFunction, prompt: Prompt, response_text: str) -> float:
+    """Finite reward of one response.
+
+    Raises:
+        DataError: the function raised, or returned something that is not a finite number; names the prompt.
+    """
+    try:
+        value = float(reward(prompt, response_text))
+    except Exception as error:
+        raise DataError(
+            f"the reward of prompt {prompt.uid} raised {type(error).__name__}: {error} (response {response_text[:60]!r}); fix the reward function."
+        ) from error
+    if not math.isfinite(value):
+        raise DataError(f"the reward of prompt {prompt.uid} is {value} (response {response_text[:60]!r}); a reward must be a finite number.")
+    return value

@@ -1,0 +1,93 @@
+"""Causal attention over packed sequences, put into Megatron's layers through the spec on both grounds.
+
+Shape legend: ``T`` packed tokens, ``S`` sequences, ``N`` query heads, ``G`` key/value heads, ``D`` head width, ``B`` sequences of one
+length, ``Q`` that length.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+from e2e_fp8.errors import ConfigError
+
+
+def sdpa_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, lengths: tuple[int, ...], softmax_factor: float):
+    """Causal attention within each sequence by torch's scaled_dot_product_attention; sequences of equal length share one call.
+
+    Args:
+        lengths: tokens of each packed sequence, summing to T.
+        softmax_factor: multiplies the query-key products, usually ``1 / sqrt(D)``.
+
+    Returns:
+        ``[T, N, D]`` in the dtype of ``q_TND``.
+    """
+    if len(set(lengths)) == 1:
+        return _sdpa_equal(q_TND, k_TGD, v_TGD, len(lengths), lengths[0], softmax_factor)
+    rows_by_length: dict[int, list[torch.Tensor]] = {}
+    start = 0
+    for length in lengths:
+        rows_by_length.setdefault(length, []).append(torch.arange(start, start + length, device=q_TND.device))
+        start += length
+    out_TND = torch.empty_like(q_TND)
+    for length, rows in rows_by_length.items():
+        index = torch.cat(rows)
+        part = _sdpa_equal(q_TND[index], k_TGD[index], v_TGD[index], len(rows), length, softmax_factor)
+        out_TND = out_TND.index_copy(0, index, part)
+    return out_TND
+
+
+def _sdpa_equal(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, count: int, length: int, softmax_factor: float):
+    q_BNQD, k_BGQD, v_BGQD = (t.view(count, length, t.size(1), t.size(2)).transpose(1, 2) for t in (q_TND, k_TGD, v_TGD))
+    out_BNQD = F.scaled_dot_product_attention(
+        q_BNQD, k_BGQD, v_BGQD, is_causal=True, scale=softmax_factor, enable_gqa=q_BNQD.size(1) != k_BGQD.size(1)
+    )
+    return out_BNQD.transpose(1, 2).reshape(q_TND.shape)
+
+
+def varlen_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, softmax_factor: float):
+    """The same by torch's variable-length flash attention (CUDA, BF16); ``cu_seqlens`` int32 ``[S + 1]`` on the device."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = q_TND.size(1) // k_TGD.size(1)
+    if repeat > 1:
+        k_TGD, v_TGD = (t.repeat_interleave(repeat, dim=1) for t in (k_TGD, v_TGD))
+    return varlen_attn(q_TND, k_TGD, v_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=softmax_factor, window_size=(-1, 0))
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of a Megatron layer; takes packed (``thd``) sequences only.
+
+    Raises:
+        ConfigError: the layer asks for attention dropout, a window, or context parallelism, which this module does not do.
+    """
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any):
+        super().__init__(config=config)
+        if config.attention_dropout or config.window_size is not None or config.context_parallel_size != 1:
+            raise ConfigError("PackedAttention supports neither attention dropout nor a sliding window nor context parallelism: set all off.")
+        self.softmax_factor = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """``query [T, N, D]``, ``key`` and ``value [T, G, D]`` -> ``[T, N * D]``."""
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise ValueError("PackedAttention needs packed_seq_params in thd format.")
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        if query.is_cuda:
+            out = varlen_packed(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q), self.softmax_factor)
+        else:
+            lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+            out = sdpa_packed(query, key, value, lengths, self.softmax_factor)
+        return out.reshape(out.size(0), -1)

@@ -1,0 +1,114 @@
+"""CPU ground: gloo, Megatron's local layer spec, block-FP8 linears of this package."""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.patching import apply_all
+from e2e_fp8.training.weights import hf_modules_of
+from megatron_patches.cpu_device import megatron_on_cpu
+
+
+class CpuGround:
+    """Trains on the CPU; the FP8 bytes are the quantized BF16 parameters."""
+
+    device = torch.device("cpu")
+    process_group_backend = "gloo"
+    token_multiple = 1
+
+    def __init__(self) -> None:
+        self._linear_of: dict[int, Any] = {}
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Megatron's CUDA names mean the CPU inside."""
+        return megatron_on_cpu()
+
+    def prepare(self) -> None:
+        """Apply the registered Megatron patches."""
+        from megatron_patches.registry import CPU_PATCHES
+
+        apply_all(CPU_PATCHES)
+
+    def transformer_kwargs(self, cfg: Config) -> dict[str, Any]:
+        """No fused kernels; FP8 is done by the linears, never by ``fp8=``, which Megatron ignores without Transformer Engine."""
+        return {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_grouped_gemm": False}
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Nothing beyond the common settings."""
+        return {}
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Nothing beyond the common settings."""
+        return {}
+
+    def layer_spec(self, cfg: Config) -> Any:
+        """Megatron's local spec with this package's linears, also inside experts, and PackedAttention."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+        from megatron.core.transformer.moe.experts import SequentialMLP
+        from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+
+        from e2e_fp8.training.attention import PackedAttention
+        from e2e_fp8.training.fp8_linear import BlockFp8ColumnParallelLinear, BlockFp8RowParallelLinear
+
+        experts = cfg.model.num_experts if cfg.model.is_moe else None
+        spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_qkv = BlockFp8ColumnParallelLinear
+        attention.linear_proj = BlockFp8RowParallelLinear
+        attention.core_attention = PackedAttention
+        linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
+        if cfg.model.is_moe:
+            spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))
+        else:
+            spec.submodules.mlp = partial(MLP, submodules=linears)
+        return spec
+
+    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+        """Enable FP8 in every planned linear; all linears of the layers must be of this package's classes."""
+        from e2e_fp8.training.fp8_linear import BlockFp8Mixin, LinearRecipe
+        from e2e_fp8.training.ground import linear_weight_names
+
+        recipe = LinearRecipe.from_plan(plan)
+        self._linear_of.clear()
+        for name in linear_weight_names(model):
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
+            if len(wanted) != 1:
+                raise ConfigError(
+                    f"numerics.high_precision_modules splits the fused linear {name}, made of {hf_modules_of(name)}: list all of them or none."
+                )
+            if not isinstance(linear, BlockFp8Mixin):
+                raise ConfigError(f"{name} is a {type(linear).__name__}, which cannot compute in block FP8 on the CPU; it would run in BF16 silently.")
+            if wanted.pop():
+                linear.enable_fp8(recipe)
+                self._linear_of[id(linear.weight)] = linear
+        if plan.training_fp8 and not self._linear_of:
+            raise ConfigError("numerics.training_precision is fp8, but numerics.high_precision_modules leaves no linear in FP8.")
+
+    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+        """Quantize every FP8 linear's BF16 weight."""
+        for linear in self._linear_of.values():
+            linear.refresh_quantized_weight()
+
+    def is_fp8(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter belongs to a linear in FP8."""
+        return id(parameter) in self._linear_of
+
+    def fp8_weight(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes and scales that the forward pass multiplies."""
+        quantized = self._linear_of[id(parameter)].quantized_weight
+        return quantized.codes, quantized.scale_inv
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """torch's CPU generator."""
+        return {"torch": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Inverse of ``rng_state``."""
+        torch.set_rng_state(state["torch"])

@@ -1,0 +1,156 @@
+"""CUDA ground: NCCL, Transformer Engine, FP8 primary weights in Transformer Engine's blockwise tensors (Hopper)."""
+
+import contextlib
+import math
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.training.ground import linear_weight_names
+from e2e_fp8.training.weights import hf_modules_of
+
+SCALE_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Read by Transformer Engine when it is imported; exactly "1" gives FP32 scales, anything else powers of two."""
+
+
+class CudaGround:
+    """Trains on one Hopper GPU; the FP8 bytes are the primary weights."""
+
+    process_group_backend = "cpu:gloo,cuda:nccl"
+    token_multiple = 128
+
+    def __init__(self, cfg: Config) -> None:
+        self.fp8 = cfg.numerics.training_precision == "fp8"
+        self.power_2_scale = cfg.numerics.scale_format == "pow2"
+        self.amax_epsilon = cfg.numerics.amax_epsilon
+        self.seed = cfg.run.seed
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Nothing to change."""
+        return contextlib.nullcontext()
+
+    def prepare(self) -> None:
+        """Check the scale kind before Transformer Engine builds a quantizer, set its amax floor, seed Megatron's RNG tracker.
+
+        Raises:
+            ConfigError: Transformer Engine or a Hopper GPU is missing, or the scale variable contradicts ``numerics.scale_format``.
+        """
+        if self.fp8:
+            if torch.cuda.get_device_capability()[0] != 9:
+                raise ConfigError("Block-FP8 training with Transformer Engine needs a Hopper GPU (compute capability 9.x).")
+            if (os.environ.get(SCALE_VARIABLE) == "1") == self.power_2_scale:
+                raise ConfigError(
+                    f"numerics.scale_format is {'pow2' if self.power_2_scale else 'fp32'}, but {SCALE_VARIABLE} is "
+                    f"{os.environ.get(SCALE_VARIABLE)!r}. Set it to {'0' if self.power_2_scale else '1'} before Python starts."
+                )
+        try:
+            from transformer_engine.common.recipe import Float8BlockScaling, QParams
+        except ImportError as error:
+            raise ConfigError(f"Training on the GPU needs Transformer Engine, which cannot be imported ({error}).") from error
+        if self.fp8:
+            # Megatron builds its own recipe instances, so only the class attributes reach them.
+            params = QParams(power_2_scale=self.power_2_scale, amax_epsilon=self.amax_epsilon)
+            for slot in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+                setattr(Float8BlockScaling, slot, params)
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(self.seed)
+
+    def transformer_kwargs(self, cfg: Config) -> dict[str, Any]:
+        """Block FP8 with FP8 primary weights."""
+        kwargs: dict[str, Any] = {"moe_grouped_gemm": cfg.model.is_moe}
+        if self.fp8:
+            kwargs |= {
+                "fp8": "hybrid" if cfg.numerics.backward_format == "e5m2" else "e4m3",
+                "fp8_recipe": "blockwise",
+                "fp8_param": True,
+            }
+        return kwargs
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """FP8 bytes, not BF16, are gathered."""
+        return {"fp8_param_gather": True} if self.fp8 else {}
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """The optimizer must know that quantized parameters are blockwise."""
+        return {"fp8_recipe": "blockwise"} if self.fp8 else {}
+
+    def layer_spec(self, cfg: Config) -> Any:
+        """Megatron's Transformer Engine spec with PackedAttention."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        from e2e_fp8.training.attention import PackedAttention
+
+        experts = cfg.model.num_experts if cfg.model.is_moe else None
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=cfg.model.is_moe, qk_layernorm=True)
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
+
+    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+        """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
+        for name in linear_weight_names(model):
+            wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
+            if wanted != {plan.training_fp8}:
+                raise ConfigError(
+                    f"On the GPU all attention and feed-forward linears are FP8 or none is, but numerics.high_precision_modules names {name}."
+                )
+            if self.is_fp8(model.get_parameter(name)) != plan.training_fp8:
+                raise ConfigError(f"{name} is a {type(model.get_parameter(name)).__name__}: it would not run in {self._precision_name(plan)}.")
+        if plan.training_fp8:
+            self._check_quantizers(model)
+
+    @staticmethod
+    def _precision_name(plan: QuantizationPlan) -> str:
+        return "block FP8" if plan.training_fp8 else "BF16"
+
+    def _check_quantizers(self, model: torch.nn.Module) -> None:
+        seen = 0
+        for name, module in model.named_modules():
+            groups = getattr(module, "quantizers", None)
+            for quantizer in [q for group in groups.values() for q in group] if isinstance(groups, dict) else []:
+                if quantizer is None:
+                    continue
+                seen += 1
+                if quantizer.force_pow_2_scales != self.power_2_scale or quantizer.amax_epsilon != self.amax_epsilon:
+                    raise ConfigError(
+                        f"A quantizer of {name} has force_pow_2_scales={quantizer.force_pow_2_scales} and amax_epsilon={quantizer.amax_epsilon}, "
+                        f"but the configuration asks for {self.power_2_scale} and {self.amax_epsilon}. Set {SCALE_VARIABLE} before Python starts."
+                    )
+        if not seen:
+            raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")
+
+    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+        """Nothing: the parameters are the bytes."""
+
+    def is_fp8(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is one of Transformer Engine's blockwise tensors."""
+        return hasattr(parameter, "_rowwise_scale_inv")
+
+    def fp8_weight(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row-wise bytes as a view and the scales without the uninitialised columns that pad them to a multiple of 4."""
+        fields = parameter.get_metadata()  # type: ignore[attr-defined]
+        if not fields["is_2D_scaled"]:
+            raise ConfigError("A weight is quantized in 1x128 tiles, not 128x128; the rollout engine cannot use it.")
+        data = fields["rowwise_data"]
+        return data.view(torch.float8_e4m3fn), fields["rowwise_scale_inv"][:, : math.ceil(data.shape[1] / 128)]
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """CPU generator, CUDA generator and Megatron's named CUDA streams."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        streams = {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+        return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(), **streams}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Inverse of ``rng_state``."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state(state["cuda"])
+        get_cuda_rng_tracker().set_states({k.removeprefix("megatron/"): v for k, v in state.items() if k.startswith("megatron/")})

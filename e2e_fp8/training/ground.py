@@ -1,0 +1,73 @@
+"""What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+
+
+class Ground(Protocol):
+    """Device-specific pieces of ``MegatronEngine``."""
+
+    device: torch.device
+    process_group_backend: str
+    token_multiple: int
+    """Packed token counts are padded to a multiple of this (1: no padding)."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Context inside which Megatron code runs on this ground."""
+        ...
+
+    def prepare(self) -> None:
+        """Once, before anything of Megatron is built: patches, environment checks, RNG tracker."""
+        ...
+
+    def transformer_kwargs(self, cfg: Config) -> dict[str, Any]:
+        """Fields of TransformerConfig that only this ground sets."""
+        ...
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Fields of DistributedDataParallelConfig that only this ground sets."""
+        ...
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Fields of OptimizerConfig that only this ground sets."""
+        ...
+
+    def layer_spec(self, cfg: Config) -> Any:
+        """Megatron layer spec with this ground's linears and PackedAttention."""
+        ...
+
+    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+        """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
+
+        Raises:
+            ConfigError: a planned module would run in another precision.
+        """
+        ...
+
+    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+        """Bring whatever is derived from the weights up to date."""
+        ...
+
+    def is_fp8(self, parameter: torch.Tensor) -> bool:
+        """Whether ``fp8_weight`` has an answer for this parameter."""
+        ...
+
+    def fp8_weight(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(codes float8_e4m3fn [N, K], scale_inv float32 [ceil(N/128), ceil(K/128)])``; the bytes the forward pass uses."""
+        ...
+
+    def rng_state(self) -> dict[str, torch.Tensor]: ...
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+def linear_weight_names(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the weights of all linears inside layers that a plan may put in FP8 (not router, embedding or head)."""
+    for name, _ in model.named_parameters():
+        if ".linear_" in name and not name.endswith(("layer_norm_weight", "bias")):
+            yield name

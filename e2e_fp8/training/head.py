@@ -1,0 +1,55 @@
+"""FP32 logits from BF16 operands, on both grounds.
+
+Shape legend: ``T`` tokens, ``H`` hidden width, ``V`` vocabulary rows of this rank.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+from e2e_fp8.errors import ConfigError
+
+
+def matmul_fp32_out(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` with FP32 accumulation and FP32 result; operands keep their (BF16) values."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+class Fp32LogitsFunction(torch.autograd.Function):
+    """``x_TH @ w_VH.T`` in FP32; the backward products take the logit gradient rounded to the operands' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TH, w_VH)
+        return matmul_fp32_out(x_TH, w_VH.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_TH, w_VH = ctx.saved_tensors
+        grad_TV = grads[0].to(x_TH.dtype)
+        grad_x = matmul_fp32_out(grad_TV, w_VH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        grad_w = matmul_fp32_out(grad_TV.t(), x_TH).to(w_VH.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w
+
+
+class Fp32OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer with FP32 logits; ``become`` turns a built one into this class, keeping its parameters."""
+
+    @classmethod
+    def become(cls, layer: ColumnParallelLinear) -> None:
+        """Change the class of ``layer`` in place.
+
+        Raises:
+            ConfigError: the layer is of another class, or has a bias, sequence parallelism or fused gradient accumulation.
+        """
+        if type(layer) is not ColumnParallelLinear:
+            raise ConfigError(f"The output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear; FP32 logits need that class.")
+        if layer.bias is not None or layer.sequence_parallel or layer.gradient_accumulation_fusion or layer.allreduce_dgrad:
+            raise ConfigError("FP32 logits support no bias, sequence parallelism, tensor parallelism or fused gradient accumulation.")
+        layer.__class__ = cls
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return Fp32LogitsFunction.apply(input.reshape(-1, input.size(-1)), weight).view(*input.shape[:-1], weight.size(0))

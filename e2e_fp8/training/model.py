@@ -1,0 +1,145 @@
+"""Build Qwen3 and Qwen3-MoE as Megatron-Core's GPTModel, wrapped for BF16, data parallelism and the distributed optimizer."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.training.ground import Ground
+
+
+def check_supported(cfg: Config) -> None:
+    """Refuse what the engine does not do.
+
+    Raises:
+        ConfigError: a parallel size above 1, several processes, or top-1 routing with renormalised probabilities.
+    """
+    for field in ("tensor", "pipeline", "expert", "context"):
+        size = getattr(cfg.training.parallel, field)
+        if size != 1:
+            raise ConfigError(f"training.parallel.{field} is {size}, but the trainer supports 1 only for now.")
+    if dist.is_initialized() and dist.get_world_size() != 1:
+        raise ConfigError(f"The trainer runs in one process for now, but torch.distributed has {dist.get_world_size()} ranks.")
+    model = cfg.model
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise ConfigError("model.num_attention_heads must be a multiple of model.num_key_value_heads.")
+    if model.is_moe and model.num_experts_per_tok > model.num_experts:
+        raise ConfigError("model.num_experts_per_tok must be at most model.num_experts.")
+    if model.is_moe and model.norm_topk_prob and model.num_experts_per_tok == 1:
+        raise ConfigError(
+            "model.num_experts_per_tok is 1 with model.norm_topk_prob: the single probability would always be 1 and the router could not learn. "
+            "Use two experts or set norm_topk_prob to false."
+        )
+
+
+def initialize_parallel_state(ground: Ground) -> None:
+    """torch.distributed with one rank (unless the process has it already) and Megatron's groups."""
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        dist.init_process_group(ground.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+
+
+def transformer_config(cfg: Config, ground: Ground) -> Any:
+    """TransformerConfig of the model; initial values are loaded afterwards, so none are drawn here."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = cfg.model
+    moe: dict[str, Any] = {}
+    if model.is_moe:
+        moe = {
+            "num_moe_experts": model.num_experts,
+            "moe_router_topk": model.num_experts_per_tok,
+            "moe_ffn_hidden_size": model.moe_intermediate_size,
+            "moe_router_dtype": "fp32",
+            # Softmax over the chosen logits equals softmax over all, then top-k, then renormalisation.
+            "moe_router_pre_softmax": not model.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_fusion": False,
+            "moe_permute_fusion": False,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.moe_intermediate_size if model.is_moe else model.intermediate_size,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        # The fused SwiGLU rounds once from FP32; the rollout engine rounds silu(gate) to BF16 first, as the unfused one does.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **moe,
+        **ground.transformer_kwargs(cfg),
+    )
+
+
+def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
+    """``(GPTModel, DistributedDataParallel around it)`` on the ground's device, weights undefined until loaded."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    from e2e_fp8.training.head import Fp32OutputLayer
+
+    config = transformer_config(cfg, ground)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=ground.layer_spec(cfg),
+        vocab_size=cfg.model.vocab_size,
+        max_sequence_length=cfg.model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=cfg.model.rope_theta,
+        share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
+        parallel_output=True,
+    ).to(ground.device)
+    Fp32OutputLayer.become(model.output_layer)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        **ground.ddp_kwargs(),
+    )
+    return model, DistributedDataParallel(config, settings, Float16Module(config, model))
+
+
+def build_optimizer(cfg: Config, ground: Ground, ddp: Any) -> Any:
+    """Megatron's optimizer over FP32 masters kept by the distributed optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    training = cfg.training
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        clip_grad=training.clip_grad,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        **ground.optimizer_kwargs(),
+    )
+    return get_megatron_optimizer(config, [ddp])

@@ -1,0 +1,183 @@
+"""Hugging Face weights in: names, fusion into Megatron's layouts, fresh initial weights, safetensors directories.
+
+Shape legend: ``N`` query heads, ``G`` key/value heads, ``D`` head width, ``H`` hidden width.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from e2e_fp8.config.model import ModelConfig
+from e2e_fp8.errors import CheckpointError
+
+_ATTENTION_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+
+
+def hf_sources(megatron_name: str) -> list[str]:
+    """HF parameter names that make up one Megatron parameter, in fusion order.
+
+    Takes names of both grounds (``...experts.local_experts.3.linear_fc1.weight`` and ``...experts.linear_fc1.weight3``).
+
+    Raises:
+        CheckpointError: the name is not one of Qwen3's or Qwen3-MoE's.
+    """
+    if megatron_name in _TOP:
+        return [_TOP[megatron_name]]
+    layer = _LAYER.fullmatch(megatron_name)
+    if layer is None:
+        raise CheckpointError(f"No Hugging Face name is known for the trainer's parameter {megatron_name}.")
+    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    if rest in _ATTENTION_NORMS:
+        return [prefix + _ATTENTION_NORMS[rest]]
+    if rest == "self_attention.linear_qkv.weight":
+        return [f"{prefix}self_attn.{p}_proj.weight" for p in "qkv"]
+    if rest == "mlp.linear_fc1.weight":
+        return [f"{prefix}mlp.{p}_proj.weight" for p in ("gate", "up")]
+    expert = _EXPERT.fullmatch(rest)
+    if expert is None:
+        raise CheckpointError(f"No Hugging Face name is known for the trainer's parameter {megatron_name}.")
+    index, half = (expert[1], expert[2]) if expert[1] is not None else (expert[4], expert[3])
+    projections = ("gate", "up") if half == "1" else ("down",)
+    return [f"{prefix}mlp.experts.{index}.{p}_proj.weight" for p in projections]
+
+
+def hf_modules_of(megatron_linear: str) -> list[str]:
+    """HF module names of one Megatron linear weight name (``...linear_qkv.weight`` -> q, k and v)."""
+    return [name.removesuffix(".weight") for name in hf_sources(megatron_linear)]
+
+
+def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cfg: ModelConfig) -> torch.Tensor:
+    """Megatron's rows: for each key/value group its query heads, then its key head, then its value head; ``[(N + 2 G) D, H]``."""
+    groups, width = cfg.num_key_value_heads, cfg.head_dim
+    parts = [t.view(groups, -1, width, t.size(1)) for t in (q, k, v)]
+    return torch.cat(parts, dim=1).reshape(-1, q.size(1))
+
+
+def fuse(megatron_name: str, parts: list[torch.Tensor], cfg: ModelConfig) -> torch.Tensor:
+    """One Megatron parameter from its HF parts, in the order of ``hf_sources``."""
+    if megatron_name.endswith("linear_qkv.weight"):
+        return fuse_qkv(*parts, cfg)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def hf_shapes(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter of the HF model, in a fixed order."""
+    hidden, width = cfg.hidden_size, cfg.head_dim
+    queries, keys = cfg.num_attention_heads * width, cfg.num_key_value_heads * width
+    yield "model.embed_tokens.weight", (cfg.vocab_size, hidden)
+    for index in range(cfg.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "self_attn.q_norm.weight", (width,)
+        yield prefix + "self_attn.k_norm.weight", (width,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        if cfg.is_moe:
+            yield prefix + "mlp.gate.weight", (cfg.num_experts, hidden)
+        blocks = [f"mlp.experts.{e}." for e in range(cfg.num_experts)] if cfg.is_moe else ["mlp."]
+        ffn = cfg.moe_intermediate_size if cfg.is_moe else cfg.intermediate_size
+        for block in blocks:
+            yield f"{prefix}{block}gate_proj.weight", (ffn, hidden)
+            yield f"{prefix}{block}up_proj.weight", (ffn, hidden)
+            yield f"{prefix}{block}down_proj.weight", (hidden, ffn)
+    yield "model.norm.weight", (hidden,)
+    if not cfg.tie_word_embeddings:
+        yield "lm_head.weight", (cfg.vocab_size, hidden)
+
+
+def initial_hf_weights(cfg: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Fresh FP32 weights under HF names: normal(0, initializer_range), norms one; the same on every ground for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in hf_shapes(cfg):
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+        else:
+            weights[name] = torch.empty(shape).normal_(0.0, cfg.initializer_range, generator=generator)
+    return weights
+
+
+def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(megatron_name, FP32 tensor)`` for each trainer parameter name.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the configuration says, or is not used by the model.
+    """
+    expected = dict(hf_shapes(cfg))
+    given = {n: t for n, t in tensors.items() if not (cfg.tie_word_embeddings and n == "lm_head.weight")}
+    missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"The weights do not fit a {cfg.architecture} model of {cfg.num_hidden_layers} layers: "
+            f"missing {missing[:4]} ({len(missing)} in all), unknown {extra[:4]} ({len(extra)} in all). Check the model section."
+        )
+    for name, shape in expected.items():
+        if tuple(given[name].shape) != shape:
+            raise CheckpointError(f"Tensor {name} has shape {tuple(given[name].shape)}, but the model section asks for {shape}.")
+        if given[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"Tensor {name} has dtype {given[name].dtype}; weights are read as float32, bfloat16 or float16.")
+    for name in names:
+        yield name, fuse(name, [given[source].float() for source in hf_sources(name)], cfg)
+
+
+def import_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory: ``model.safetensors``, or the shards of ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: no weights there, a missing or truncated shard, or a tensor absent from the shard the index names.
+    """
+    root = Path(path)
+    index_file, single = root / "model.safetensors.index.json", root / "model.safetensors"
+    if index_file.exists():
+        try:
+            shard_of: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index_file} is not a safetensors index ({error}). Fetch it again.") from error
+    elif single.exists():
+        shard_of = {}
+    else:
+        raise CheckpointError(f"{root} holds neither model.safetensors nor model.safetensors.index.json.")
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(shard_of.values())) or [single.name]:
+        wanted = [name for name, file in shard_of.items() if file == shard]
+        tensors.update(_read_shard(root / shard, wanted))
+    return tensors
+
+
+def _read_shard(file: Path, wanted: list[str]) -> dict[str, torch.Tensor]:
+    """The ``wanted`` tensors of one safetensors file, or all of them if the list is empty."""
+    listed = f" It should hold {wanted[:3]} ({len(wanted)} tensors)." if wanted else ""
+    if not file.exists():
+        raise CheckpointError(f"Weight file {file} is missing.{listed} Fetch the checkpoint again.")
+    try:
+        with safe_open(file, framework="pt") as reader:
+            present = set(reader.keys())
+            absent = [name for name in wanted if name not in present]
+            if absent:
+                raise CheckpointError(f"Weight file {file} lacks {absent[:3]} ({len(absent)} tensors) that the index places there.")
+            return {name: reader.get_tensor(name) for name in (wanted or sorted(present))}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"Weight file {file} is truncated or damaged ({error}).{listed} Fetch it again.") from error
