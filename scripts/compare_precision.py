@@ -43,7 +43,7 @@ def summarize(by_seed: list[list[dict[str, float]]]) -> dict[str, float]:
         "mismatch_kl_mean": statistics.fmean(means),
         "mismatch_kl_seed_std": statistics.stdev(means) if len(means) > 1 else 0.0,
         "mismatch_kl_max_step": max(r["mismatch_kl"] for r in flat),
-        "abs_logprob_diff_mean": statistics.fmean(r["train_rollout_logprob_abs_diff_mean"] for r in flat),
+        "abs_logprob_diff_mean": statistics.fmean(r["train_rollout_logprob_abs_diff/mean"] for r in flat),
         "reward_first5": statistics.fmean(r["reward/mean"] for records in by_seed for r in records[:5]),
         "reward_last5": statistics.fmean(r["reward/mean"] for records in by_seed for r in records[-5:]),
         "steps": float(len(by_seed[0])),

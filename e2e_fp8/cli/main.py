@@ -167,8 +167,13 @@ def _run_folder(run_dir: Path) -> Path:
     return run_dir
 
 
+def train_config(args: argparse.Namespace) -> "Config":
+    """Configuration of a ``train`` command; ``--resume`` has the last word. Raises ConfigError."""
+    return _load(args.config, [*args.overrides, "run.resume=true"] if args.resume else args.overrides)
+
+
 def _train(args: argparse.Namespace) -> int:
-    cfg = _load(args.config, [*args.overrides, "run.resume=true"] if args.resume else args.overrides)
+    cfg = train_config(args)
     from e2e_fp8.orchestration.loop import train
 
     print(train(cfg))

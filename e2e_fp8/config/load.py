@@ -136,7 +136,7 @@ def _sentence(error: Any) -> str:
     if kind == "literal_error":
         return f"{name} is {value}, but must be {context['expected']}: choose one of these."
     if kind == "string_pattern_mismatch":
-        return f"{name} is {value}, but must match {context['pattern']}: use only these characters."
+        return f"{name} is {value}, but must match {context['pattern']}: rewrite it in that form."
     if kind in ("model_type", "model_attributes_type"):
         return f"{name or 'the file'} is {value}, but must be a section of fields: indent its fields below it{_hint(name)}."
     rule = _TYPE_RULES.get(kind.split("_")[0])

@@ -10,16 +10,18 @@ from e2e_fp8.config.base import Section
 class NumericsConfig(Section):
     """FP8 recipe. Blocks are 1x128 for activations and gradients and 128x128 for weights."""
 
-    training_precision: Literal["fp8", "bf16"] = Field("fp8", description="Linear layers of the trainer: block FP8 or BF16.")
-    rollout_precision: Literal["fp8", "bf16"] = Field("fp8", description="Linear layers of the rollout engine: block FP8 W8A8 or BF16.")
-    scale_format: Literal["fp32", "pow2"] = Field(
-        "fp32", description="Rounding of block scales on both sides: exact FP32 or powers of two."
+    training_precision: Literal["fp8", "bf16"] = Field(default="fp8", description="Linear layers of the trainer: block FP8 or BF16.")
+    rollout_precision: Literal["fp8", "bf16"] = Field(
+        default="fp8", description="Linear layers of the rollout engine: block FP8 W8A8 or BF16."
     )
-    forward_format: Literal["e4m3"] = Field("e4m3", description="Format of weights and activations in the forward pass.")
-    backward_format: Literal["e5m2", "e4m3"] = Field("e5m2", description="Format of output gradients; e5m2 is the hybrid recipe.")
-    amax_epsilon: float = Field(0.0, ge=0, description="Smallest tile amax before division; 0 as Transformer Engine's default.")
+    scale_format: Literal["fp32", "pow2"] = Field(
+        default="fp32", description="Rounding of block scales on both sides: exact FP32 or powers of two."
+    )
+    forward_format: Literal["e4m3"] = Field(default="e4m3", description="Format of weights and activations in the forward pass.")
+    backward_format: Literal["e5m2", "e4m3"] = Field(default="e5m2", description="Format of output gradients; e5m2 is the hybrid recipe.")
+    amax_epsilon: float = Field(default=0.0, ge=0, description="Smallest tile amax before division; 0 as Transformer Engine's default.")
     high_precision_modules: tuple[str, ...] = Field(
-        ("lm_head", "model.embed_tokens", "model.norm", "*.mlp.gate", "*norm"),
+        default=("lm_head", "model.embed_tokens", "model.norm", "*.mlp.gate", "*norm"),
         description="HF module names (anchored globs: the whole name must match) kept in BF16 on both sides.",
     )
-    head_dtype: Literal["float32"] = Field("float32", description="Precision of the logits on both sides.")
+    head_dtype: Literal["float32"] = Field(default="float32", description="Precision of the logits on both sides.")

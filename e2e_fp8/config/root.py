@@ -18,15 +18,15 @@ from e2e_fp8.config.validation import check_cross_fields
 class Config(Section):
     """One run: ``e2e-fp8 train FILE.yaml --set section.field=value``."""
 
-    model: ModelConfig = Field(ModelConfig(), description="Architecture.")
-    numerics: NumericsConfig = Field(NumericsConfig(), description="FP8 recipe of both sides.")
-    training: TrainingConfig = Field(TrainingConfig(), description="Megatron-Core side.")
-    rollout: RolloutConfig = Field(RolloutConfig(), description="vLLM side.")
-    correction: CorrectionConfig = Field(CorrectionConfig(), description="Rollout correction.")
-    objective: ObjectiveConfig = Field(ObjectiveConfig(), description="Policy objective.")
-    task: TaskConfig = Field(TaskConfig(), description="Prompts and rewards.")
-    sync: SyncConfig = Field(SyncConfig(), description="Weight delivery and receipt.")
-    run: RunConfig = Field(RunConfig(), description="Length, evaluation, checkpoints, outputs.")
+    model: ModelConfig = Field(default=ModelConfig(), description="Architecture.")
+    numerics: NumericsConfig = Field(default=NumericsConfig(), description="FP8 recipe of both sides.")
+    training: TrainingConfig = Field(default=TrainingConfig(), description="Megatron-Core side.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="vLLM side.")
+    correction: CorrectionConfig = Field(default=CorrectionConfig(), description="Rollout correction.")
+    objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="Policy objective.")
+    task: TaskConfig = Field(default=TaskConfig(), description="Prompts and rewards.")
+    sync: SyncConfig = Field(default=SyncConfig(), description="Weight delivery and receipt.")
+    run: RunConfig = Field(default=RunConfig(), description="Length, evaluation, checkpoints, outputs.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,27 +10,31 @@ from e2e_fp8.config.base import Section
 class SyncConfig(Section):
     """Delivery of weights into the rollout engine."""
 
-    transport: Literal["local", "disk"] = Field("local", description="local: same process, no disk; disk: block-FP8 HF checkpoint.")
-    receipt: bool = Field(True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
+    transport: Literal["local", "disk"] = Field(default="local", description="local: same process, no disk; disk: block-FP8 HF checkpoint.")
+    receipt: bool = Field(default=True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
 
 
 class RunConfig(Section):
     """Length, evaluation, checkpoints and outputs of a run."""
 
-    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9._-]+$", description="Folder name under out_dir.")
-    out_dir: str = Field("runs", description="Parent folder of runs.")
+    name: str = Field(default="quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder name under out_dir.")
+    out_dir: str = Field(default="runs", description="Parent folder of runs.")
     backend: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Ground; auto takes cuda when a Hopper GPU and the stack are there."
+        default="auto", description="Ground; auto takes cuda when a Hopper GPU and the stack are there."
     )
-    steps: int = Field(30, ge=0, description="RL steps.")
-    seed: int = Field(1, ge=0, description="Seed of initial weights, sampling and data order.")
-    eval_interval: int = Field(10, ge=0, description="Held-out evaluation every this many steps (and at the start and end); 0 never.")
-    eval_samples: int = Field(1, ge=1, description="Samples per held-out prompt (avg@k).")
-    checkpoint_interval: int = Field(10, ge=0, description="Checkpoint every this many steps and at the end; 0 never.")
+    steps: int = Field(default=30, ge=0, description="RL steps.")
+    seed: int = Field(default=1, ge=0, description="Seed of initial weights, sampling and data order.")
+    eval_interval: int = Field(
+        default=10, ge=0, description="Held-out evaluation every this many steps (and at the start and end); 0 never."
+    )
+    eval_samples: int = Field(default=1, ge=1, description="Samples per held-out prompt (avg@k).")
+    checkpoint_interval: int = Field(default=10, ge=0, description="Checkpoint every this many steps and at the end; 0 never.")
     keep_checkpoints: int = Field(
-        2, ge=1, description="Newest checkpoints kept; the last good one is never removed before a newer is whole."
+        default=2, ge=1, description="Newest checkpoints kept; the last good one is never removed before a newer is whole."
     )
-    resume: bool = Field(False, description="Continue from the newest checkpoint of this run; otherwise an existing run folder is refused.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
-    wandb_project: str | None = Field(None, description="Log to this W&B project if set (needs the wandb package).")
-    threads: int = Field(0, ge=0, description="CPU threads for torch; 0 leaves the default.")
+    resume: bool = Field(
+        default=False, description="Continue from the newest checkpoint of this run; otherwise an existing run folder is refused."
+    )
+    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    wandb_project: str | None = Field(default=None, description="Log to this W&B project if set (needs the wandb package).")
+    threads: int = Field(default=0, ge=0, description="CPU threads for torch; 0 leaves the default.")

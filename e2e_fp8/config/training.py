@@ -8,32 +8,32 @@ from e2e_fp8.config.base import Section
 class ParallelConfig(Section):
     """Megatron parallel sizes."""
 
-    tensor: int = Field(1, ge=1, description="Tensor parallel size.")
-    pipeline: int = Field(1, ge=1, description="Pipeline parallel size.")
-    expert: int = Field(1, ge=1, description="Expert parallel size.")
-    context: int = Field(1, ge=1, description="Context parallel size.")
+    tensor: int = Field(default=1, ge=1, description="Tensor parallel size.")
+    pipeline: int = Field(default=1, ge=1, description="Pipeline parallel size.")
+    expert: int = Field(default=1, ge=1, description="Expert parallel size.")
+    context: int = Field(default=1, ge=1, description="Context parallel size.")
 
 
 class WarmStartConfig(Section):
     """Supervised training on reference answers before reinforcement learning."""
 
-    steps: int = Field(0, ge=0, description="Optimizer steps; 0 skips the warm start.")
-    batch_size: int = Field(64, ge=1, description="Sequences per optimizer step.")
-    learning_rate: float = Field(3e-3, gt=0, description="Peak learning rate of the warm start.")
-    warmup_steps: int = Field(10, ge=0, description="Linear warm-up in steps.")
+    steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 skips the warm start.")
+    batch_size: int = Field(default=64, ge=1, description="Sequences per optimizer step.")
+    learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate of the warm start.")
+    warmup_steps: int = Field(default=10, ge=0, description="Linear warm-up in steps.")
 
 
 class TrainingConfig(Section):
     """Optimizer and batch shape of the reinforcement-learning phase."""
 
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Linear warm-up in optimizer steps.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (matrices only, as Megatron does).")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam first-moment decay.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Adam second-moment decay.")
-    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
-    clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
-    max_tokens_per_microbatch: int = Field(4096, ge=1, description="Packed tokens of one micro-batch, at most.")
-    minibatches_per_step: int = Field(1, ge=1, description="Optimizer steps per rollout batch.")
-    parallel: ParallelConfig = Field(ParallelConfig(), description="Megatron parallel sizes.")
-    warm_start: WarmStartConfig = Field(WarmStartConfig(), description="Supervised phase before RL.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up in optimizer steps.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay (matrices only, as Megatron does).")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam first-moment decay.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Adam second-moment decay.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Adam epsilon.")
+    clip_grad: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
+    max_tokens_per_microbatch: int = Field(default=4096, ge=1, description="Packed tokens of one micro-batch, at most.")
+    minibatches_per_step: int = Field(default=1, ge=1, description="Optimizer steps per rollout batch.")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="Megatron parallel sizes.")
+    warm_start: WarmStartConfig = Field(default=WarmStartConfig(), description="Supervised phase before RL.")

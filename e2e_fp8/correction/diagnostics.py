@@ -11,9 +11,12 @@ from e2e_fp8.correction.importance import LOG_RATIO_CLAMP, safe_log_ratio
 
 
 def mismatch_metrics(
-    train_log_probs_T: torch.Tensor, rollout_log_probs_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor
+    train_log_probs_T: torch.Tensor, rollout_log_probs_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, threshold: float = 2.0
 ) -> dict[str, float]:
     """Metrics of one step; computed in float64. Empty dictionary when no token is trained.
+
+    ``threshold`` splits ``rollout_is_ratio_fraction_{high,low}`` (above it, below its inverse). ``rollout_is_*`` speak of the ratio
+    before truncation, clamped to exp(+-20).
 
     Raises:
         ValueError: shapes differ or ``cu_seqlens`` does not end at T.
@@ -27,10 +30,10 @@ def mismatch_metrics(
     sequence_T = torch.repeat_interleave(torch.arange(len(cu_seqlens_S1) - 1), cu_seqlens_S1.diff().cpu())
     d, sequence = d_T[trained], sequence_T[trained]
     train, rollout = train_log_probs_T.double()[trained], rollout_log_probs_T.double()[trained]
-    return _token_metrics(d, train, rollout) | _sequence_metrics(d, train, rollout, sequence)
+    return _token_metrics(d, train, rollout, threshold) | _sequence_metrics(d, train, rollout, sequence)
 
 
-def _token_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor) -> dict[str, float]:
+def _token_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor, threshold: float) -> dict[str, float]:
     ratio = d.exp()
     probability_difference = (train.exp() - rollout.exp()).abs()
     k3 = float((torch.expm1(d) - d).mean())
@@ -44,10 +47,10 @@ def _token_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor) 
         "rollout_corr/rollout_is_min": float(ratio.min()),
         "rollout_corr/rollout_is_max": float(ratio.max()),
         "rollout_corr/rollout_is_eff_sample_size": float(1.0 / ((ratio / ratio.mean()) ** 2).mean()),
-        "rollout_corr/rollout_is_ratio_fraction_high": float((ratio > 2.0).double().mean()),
-        "rollout_corr/rollout_is_ratio_fraction_low": float((ratio < 0.5).double().mean()),
-        "train_rollout_logprob_abs_diff_mean": float(d.abs().mean()),
-        "train_rollout_logprob_abs_diff_max": float(d.abs().max()),
+        "rollout_corr/rollout_is_ratio_fraction_high": float((ratio > threshold).double().mean()),
+        "rollout_corr/rollout_is_ratio_fraction_low": float((ratio < 1.0 / threshold).double().mean()),
+        "train_rollout_logprob_abs_diff/mean": float(d.abs().mean()),
+        "train_rollout_logprob_abs_diff/max": float(d.abs().max()),
         "training/rollout_probs_diff_mean": float(probability_difference.mean()),
         "training/rollout_probs_diff_max": float(probability_difference.max()),
         "training/rollout_probs_diff_std": float(probability_difference.std(correction=0)),

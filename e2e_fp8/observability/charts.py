@@ -24,8 +24,8 @@ class Line:
     markers: bool = False
 
 
-def line_chart(lines: Sequence[Line], *, unit: str = "", from_zero: bool = False, top: float | None = None) -> str:
-    """SVG of lines over steps; values finite. ``from_zero`` puts 0 on the axis, ``top`` a value the axis must reach.
+def line_chart(lines: Sequence[Line], *, from_zero: bool = False) -> str:
+    """SVG of lines over steps; values finite. ``from_zero`` puts 0 on the axis.
 
     Raises:
         ValueError: No line has a point.
@@ -36,8 +36,8 @@ def line_chart(lines: Sequence[Line], *, unit: str = "", from_zero: bool = False
     xs = [x for line in lines for x in line.steps]
     lows, highs = zip(*(_extent(line) for line in lines), strict=True)
     bottom = min(0.0, min(lows)) if from_zero else min(lows)
-    frame = _Frame(min(xs), max(xs), bottom, max(max(highs), top if top is not None else -math.inf))
-    parts = [frame.axes(unit)]
+    frame = _Frame(min(xs), max(xs), bottom, max(highs))
+    parts = [frame.axes()]
     for index, line in enumerate(lines):
         parts.append(_draw_line(frame, line, index))
     return _wrap(parts, [line.label for line in lines])
@@ -59,7 +59,7 @@ def stacked_bars(steps: Sequence[float], layers: dict[str, Sequence[float]], *, 
     centres = [(steps[b][0] + steps[b][-1]) / 2 for b in bins]
     frame = _Frame(centres[0] - half, centres[-1] + half, 0.0, max(totals))
     width = max(1.0, (frame.x(half) - frame.x(-half)) * 0.82)
-    parts = [frame.axes(unit)]
+    parts = [frame.axes()]
     for column, centre in enumerate(centres):
         below = 0.0
         for index, (label, values) in enumerate(heights.items()):
@@ -79,7 +79,8 @@ def short(value: float) -> str:
     if not math.isfinite(value):
         return "n/a"
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -104,7 +105,7 @@ class _Frame:
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
-    def axes(self, unit: str) -> str:
+    def axes(self) -> str:
         parts = []
         for tick in self.y_ticks:
             y = self.y(tick)
@@ -112,8 +113,6 @@ class _Frame:
             parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
         for tick in self.x_ticks:
             parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{tick:g}</text>')
-        if unit:
-            parts.append(f'<text class="unit" x="{LEFT + 4}" y="{TOP + 11}">{escape(unit)}</text>')
         return "".join(parts)
 
 

@@ -27,12 +27,12 @@ class RunHistory:
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(steps, values) of a metric where it was logged and finite."""
+    def series(self, name: str, phase: float | None = None) -> tuple[list[float], list[float]]:
+        """(steps, values) of a metric where it was logged and finite; of the warm start (0) or RL (1) alone if ``phase`` says so."""
         if name not in METRICS:
             raise ValueError(f"unknown metric {name}")
         source = self.evaluations if name == "reward/held_out" and self.evaluations else self.records
-        points = {r["step"]: r[name] for r in source if name in r and math.isfinite(r[name])}
+        points = {r["step"]: r[name] for r in source if name in r and math.isfinite(r[name]) and phase in (None, r.get("phase", 1.0))}
         return list(points), list(points.values())
 
     def values(self, name: str) -> list[float]:

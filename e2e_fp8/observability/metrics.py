@@ -6,11 +6,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.observability.names import check_names
-from e2e_fp8.protocols import MetricSink
+
+if TYPE_CHECKING:
+    from e2e_fp8.protocols import MetricSink  # imports torch, which reading a report does not need
 
 
 class JsonlSink:
@@ -143,7 +145,7 @@ class WandbSink:
 class MultiSink:
     """Sends each record to all ``sinks``, in order."""
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+    def __init__(self, sinks: "Sequence[MetricSink]") -> None:
         self.sinks = list(sinks)
 
     def log(self, step: int, record: dict[str, float]) -> None:

@@ -11,11 +11,11 @@ PHASES = ("rollout", "reward", "old_log_probs", "update", "sync", "receipt", "ev
 
 OPERANDS = ("weights", "activations", "gradients")
 TILE_STATISTICS = {
-    "saturated": "Elements at the largest magnitude of their format",
-    "subnormal": "Non-zero elements below the smallest normal value of their format",
-    "zero": "Elements that are zero after quantization",
-    "flushed": "Non-zero elements that quantization turned into zero",
-    "out_of_e4m3_range": "Elements whose tile's dynamic range does not fit E4M3",
+    "saturated": "Codes at the largest magnitude, of all elements",
+    "subnormal": "Non-zero elements with a subnormal code",
+    "zero": "All-zero tiles, of all tiles",
+    "flushed": "Non-zero elements whose code is zero",
+    "out_of_e4m3_range": "Tiles with a non-zero element that E4M3 would flush at the tile's amax",
 }
 
 
@@ -61,7 +61,7 @@ _MISMATCH = {
     **_table("nats", mismatch_kl="Mean of r - log r - 1, r = p_train / p_rollout, over response tokens (k3)"),
     **_prefixed(
         "train_rollout_logprob_abs_diff",
-        _table("nats", mean="Mean |log p_train - log p_rollout|", max="Largest such difference"),
+        _table("nats", mean="Mean |log p_train - log p_rollout| over response tokens", max="Largest such difference"),
     ),
     **_prefixed(
         "training",
@@ -86,8 +86,8 @@ _ROLLOUT_CORR = _prefixed(
             "", training_ppl="Perplexity under the trainer", rollout_ppl="Perplexity under the engine", ppl_ratio="Mean ratio of the two"
         ),
         **_table("", chi2_token="chi-square divergence per token", chi2_seq="chi-square divergence per sequence"),
-        **_table("", rollout_is_mean="Mean truncated importance weight", rollout_is_std="Its standard deviation"),
-        **_table("", rollout_is_min="Smallest importance weight", rollout_is_max="Largest importance weight"),
+        **_table("", rollout_is_mean="Mean of p_train / p_rollout before truncation", rollout_is_std="Its standard deviation"),
+        **_table("", rollout_is_min="Smallest p_train / p_rollout", rollout_is_max="Largest p_train / p_rollout"),
         **_table("fraction", rollout_is_eff_sample_size="Effective sample size of the weights over their count"),
         **_table(
             "fraction",

@@ -91,16 +91,17 @@ def _section(title: str, charts: Sequence[str]) -> str:
     return f'<section><h2>{escape(title)}</h2><div class="charts">{"".join(charts)}</div></section>' if charts else ""
 
 
-def _chart(history: RunHistory, title: str, names: dict[str, str], caption: str = "", **options: Any) -> str:
-    """A line chart of ``{metric name: legend}``; empty text when none of them was logged."""
-    lines = [Line(label=label, steps=s, values=v) for name, label in names.items() for s, v in [history.series(name)] if s]
+def _chart(history: RunHistory, title: str, names: dict[str, str], caption: str = "", *, from_zero: bool = True, phase: float = 1.0) -> str:
+    """A line chart of ``{metric name: legend}``; empty text when none of them was logged in that phase."""
+    lines = [Line(label=label, steps=s, values=v) for name, label in names.items() for s, v in [history.series(name, phase)] if s]
     unit = METRICS[next(iter(names))].unit
-    return _figure(title, caption, line_chart(lines, unit=unit, **options)) if lines else ""
+    return _figure(title, caption, line_chart(lines, from_zero=from_zero), unit) if lines else ""
 
 
-def _figure(title: str, caption: str, drawing: str) -> str:
+def _figure(title: str, caption: str, drawing: str, unit: str = "") -> str:
+    unit = f"<small>{escape(unit)}</small>" if unit else ""
     caption = f"<p>{escape(caption)}</p>" if caption else ""
-    return f"<figure><figcaption>{escape(title)}</figcaption>{caption}{drawing}</figure>"
+    return f"<figure><figcaption>{escape(title)} {unit}</figcaption>{caption}{drawing}</figure>"
 
 
 def _learning(history: RunHistory) -> list[str]:
@@ -112,10 +113,10 @@ def _learning(history: RunHistory) -> list[str]:
     reward = _figure("Reward", "", line_chart(lines, from_zero=True)) if lines else ""
     return [
         reward,
-        _chart(history, "Response length", {"response_length/mean": "mean", "response_length/max": "longest"}, from_zero=True),
-        _chart(history, "Entropy", {"entropy": "entropy"}, from_zero=True),
-        _chart(history, "Truncated responses", {"response/truncated_fraction": "cut off at the length limit"}, from_zero=True),
-        _chart(history, "Groups", {"groups/total": "all", "groups/degenerate": "equal rewards, no signal"}, from_zero=True),
+        _chart(history, "Response length", {"response_length/mean": "mean", "response_length/max": "longest"}),
+        _chart(history, "Entropy", {"entropy": "entropy"}),
+        _chart(history, "Truncated responses", {"response/truncated_fraction": "cut off at the length limit"}),
+        _chart(history, "Groups", {"groups/total": "all", "groups/degenerate": "equal rewards, no signal"}),
     ]
 
 
@@ -128,11 +129,11 @@ def _mismatch(history: RunHistory) -> list[str]:
     }
     weights = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_min": "smallest", "rollout_corr/rollout_is_max": "largest"}
     return [
-        _chart(history, "Mismatch KL", {"mismatch_kl": "mismatch_kl"}, METRICS["mismatch_kl"].description, from_zero=True),
-        _chart(history, "Log-probability difference", log_probs, "|log p_train - log p_rollout| over response tokens", from_zero=True),
-        _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens", from_zero=True),
-        _chart(history, "Importance weights", weights, "p_train / p_rollout, truncated"),
-        _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}),
+        _chart(history, "Mismatch KL", {"mismatch_kl": "mismatch_kl"}, METRICS["mismatch_kl"].description),
+        _chart(history, "Log-probability difference", log_probs, "|log p_train - log p_rollout| over response tokens"),
+        _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens"),
+        _chart(history, "Importance weights", weights, "p_train / p_rollout before truncation", from_zero=False),
+        _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}, from_zero=False),
     ]
 
 
@@ -141,13 +142,11 @@ def _optimization(history: RunHistory) -> list[str]:
         _chart(
             history, "Clip fractions", {"clip_fraction/low": "at 1 - clip_low", "clip_fraction/high": "at 1 + clip_high"}, from_zero=True
         ),
-        _chart(history, "Gradient norm", {"grad_norm": "before clipping"}, from_zero=True),
-        _chart(history, "Loss", {"loss": "policy loss per token"}),
-        _chart(history, "KL to the reference", {"kl_ref": "kl_ref"}, from_zero=True),
-        _chart(history, "Learning rate", {"learning_rate": "learning rate"}, from_zero=True),
-        _chart(history, "Skipped optimizer steps", {"skipped_steps": "skipped"}, from_zero=True)
-        if any(history.values("skipped_steps"))
-        else "",
+        _chart(history, "Gradient norm", {"grad_norm": "before clipping"}),
+        _chart(history, "Loss", {"loss": "policy loss per token"}, from_zero=False),
+        _chart(history, "KL to the reference", {"kl_ref": "kl_ref"}),
+        _chart(history, "Learning rate", {"learning_rate": "learning rate"}),
+        _chart(history, "Skipped optimizer steps", {"skipped_steps": "skipped"}) if any(history.values("skipped_steps")) else "",
     ]
 
 
@@ -155,7 +154,7 @@ def _tiles(history: RunHistory) -> list[str]:
     charts = []
     for operand in OPERANDS:
         names = {f"tiles/{operand}/{s}": s.replace("_", " ").replace("e4m3", "E4M3") for s in TILE_STATISTICS}
-        charts.append(_chart(history, operand.capitalize(), names, from_zero=True))
+        charts.append(_chart(history, operand.capitalize(), names))
     return charts
 
 
@@ -165,16 +164,19 @@ def _cost(history: RunHistory) -> list[str]:
     bars = ""
     if phases:
         layers = {p: [r.get(f"time/{p}", 0.0) for r in records] for p in phases}
-        bars = _figure("Time per phase", "Seconds of each RL step", stacked_bars([r["step"] for r in records], layers, unit="s"))
+        bars = _figure("Time per phase", "Each RL step", stacked_bars([r["step"] for r in records], layers, unit="s"), "s")
     return [
         bars,
-        _chart(history, "Tokens per second", {"rollout/tokens_per_s": "rollout", "train/tokens_per_s": "update"}, from_zero=True),
-        _chart(history, "Weight sync", {"sync/seconds": "seconds of the delivery"}, from_zero=True),
+        _chart(history, "Tokens per second", {"rollout/tokens_per_s": "rollout", "train/tokens_per_s": "update"}),
+        _chart(history, "Weight sync", {"sync/seconds": "seconds of the delivery"}),
     ]
 
 
 def _warm_start(history: RunHistory) -> list[str]:
-    return [_chart(history, "Supervised loss", {"sft/loss": "per answer token"}, from_zero=True)]
+    return [
+        _chart(history, "Supervised loss", {"sft/loss": "per answer token"}, phase=0.0),
+        _chart(history, "Warm-start gradient norm", {"grad_norm": "before clipping"}, phase=0.0),
+    ]
 
 
 def _table(head: Sequence[str], rows: Sequence[str]) -> str:

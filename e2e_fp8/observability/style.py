@@ -26,7 +26,7 @@ h1{font-size:28px;line-height:1.2;margin:0;overflow-wrap:anywhere}
 header p{margin:6px 0 0;color:var(--soft)}
 h2{font-size:18px;margin:36px 0 12px}
 .lead{margin:-6px 0 12px;color:var(--soft)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:12px;margin-top:24px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:12px;margin-top:24px}
 .card,figure,.scroll{background:var(--panel);border:1px solid var(--edge);border-radius:10px}
 .card{padding:14px 16px}
 .card .label{font-size:13px;color:var(--soft)}
@@ -37,12 +37,13 @@ h2{font-size:18px;margin:36px 0 12px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px}
 figure{margin:0;padding:14px 16px 8px;min-width:0}
 figcaption{font-weight:600}
+figcaption small{font-weight:400;font-size:12.5px;color:var(--soft);margin-left:4px}
 figure p{margin:0;font-size:12.5px;color:var(--soft)}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;color:var(--soft);margin:4px 0 2px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--edge);stroke-width:1}
-.tick,.unit{fill:var(--soft);font-size:11.5px;font-variant-numeric:tabular-nums}
+.tick{fill:var(--soft);font-size:11.5px;font-variant-numeric:tabular-nums}
 .band{opacity:.16}
 .scroll{overflow:auto;max-height:440px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}

@@ -1,9 +1,11 @@
 """Process environment: the switches that change numerics, set before Transformer Engine or vLLM is imported."""
 
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
+import warnings
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
@@ -36,12 +38,12 @@ def prepare_environment(cfg: Config) -> None:
     Raises:
         ConfigError: a switch is already set to a value that would change bytes or numerics.
     """
-    from e2e_fp8.rollout.environment import check_environment, rollout_environment
+    from e2e_fp8.rollout.environment import apply_environment
 
-    wanted = dict(rollout_environment(cfg))
-    wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1" if cfg.numerics.scale_format == "fp32" else "0"
-    wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    check_environment(cfg, os.environ)
+    wanted = {
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if cfg.numerics.scale_format == "fp32" else "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     nvte = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
     if nvte is not None and nvte != wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]:
         raise ConfigError(
@@ -49,12 +51,24 @@ def prepare_environment(cfg: Config) -> None:
         )
     if "transformer_engine" in sys.modules and nvte is None and cfg.numerics.scale_format == "fp32":
         raise ConfigError("Transformer Engine was imported before the scale format was set; its scales would be powers of two.")
+    apply_environment(cfg, device=cfg.run.backend)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _quiet_imports()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
+
+
+def _quiet_imports() -> None:
+    """Megatron-Core announces its optional kernels and deprecations at import; none of it can be acted on by a user of this package."""
+    for module in (r"megatron\..*", r"cellpylib\..*", r"torch\.utils\.cpp_extension"):
+        warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", message="Apex is not installed.*")
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _free_port() -> int:

@@ -26,7 +26,6 @@ from e2e_fp8.orchestration.metrics_sink import open_sink
 from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
 from e2e_fp8.orchestration.run_folder import RunFolder
 from e2e_fp8.orchestration.session import Session, open_session
-from e2e_fp8.orchestration.tiles import tile_record
 from e2e_fp8.orchestration.warm_start import warm_start
 
 
@@ -139,10 +138,11 @@ class Run:
 
     def _rl_step(self, step: int) -> None:
         timer = PhaseTimer()
-        outcome = run_step(self.session, step, timer)
-        self._record_sync(outcome.sync)
         last = step + 1 == self.cfg.run.steps
-        if self._due(self.cfg.run.eval_interval, step, last):
+        evaluated = self._due(self.cfg.run.eval_interval, step, last)
+        outcome = run_step(self.session, step, timer, census=evaluated)
+        self._record_sync(outcome.sync)
+        if evaluated:
             self._evaluate(outcome, timer)
         self.log(outcome.record)
         if self._due(self.cfg.run.checkpoint_interval, step, last):
@@ -155,7 +155,6 @@ class Run:
     def _evaluate(self, outcome: StepOutcome, timer: PhaseTimer) -> None:
         with timer("eval"):
             outcome.record["reward/held_out"] = held_out_reward(self.session, self.cfg.run.eval_samples)
-            outcome.record |= tile_record(self.session, outcome.samples)
         outcome.record["time/eval"] = timer.seconds()["eval"]
         step = self.global_step + 1
         self.folder.append("evaluations.jsonl", {"step": step, "reward/held_out": outcome.record["reward/held_out"]})

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from e2e_fp8.correction.diagnostics import mismatch_metrics
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import pack_samples, with_old_log_probs
 from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
+from e2e_fp8.training.tile_census import TileCensus
 from e2e_fp8.types import PackedBatch, Sample, StepReport, TokenStats
 from e2e_fp8.update.advantages import GroupStats, group_advantages
 from e2e_fp8.update.loss_fn import make_loss_fn
@@ -26,8 +28,11 @@ class StepOutcome:
     sync: SyncReport
 
 
-def run_step(session: Session, step: int, timer: PhaseTimer) -> StepOutcome:
-    """One whole step from the current weights; the engine holds the new weights at the end."""
+def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) -> StepOutcome:
+    """One whole step from the current weights; the engine holds the new weights at the end.
+
+    With ``census``, tile statistics of the update are added to the record (slower).
+    """
     cfg = session.cfg
     rollout = session.start_rollout()
     with timer("rollout"):
@@ -43,12 +48,12 @@ def run_step(session: Session, step: int, timer: PhaseTimer) -> StepOutcome:
     )
     with timer("old_log_probs"):
         batches, stats = _with_old_log_probs(session, samples, advantages)
-    mismatch = _mismatch(batches)
+    mismatch = _mismatch(batches, cfg.correction.rollout_is_threshold)
     with timer("update"):
-        reports = _update(session, step, batches)
+        reports, tiles = _update_with_census(session, step, batches) if census else (_update(session, step, batches), {})
     with timer("sync"):
         sync = session.sync()
-    record = _rollout_metrics(samples, groups) | mismatch | _update_metrics(reports)
+    record = _rollout_metrics(samples, groups) | mismatch | _update_metrics(reports) | tiles
     record["entropy"] = _entropy(batches, stats)
     record |= _cost_metrics(samples, batches, timer, sync)
     record["phase"] = 1.0
@@ -82,7 +87,17 @@ def _update(session: Session, step: int, batches: list[PackedBatch]) -> list[Ste
     return reports
 
 
-def _mismatch(batches: Sequence[PackedBatch]) -> dict[str, float]:
+def _update_with_census(session: Session, step: int, batches: list[PackedBatch]) -> tuple[list[StepReport], dict[str, float]]:
+    plan = QuantizationPlan.from_config(session.cfg)
+    with TileCensus(session.trainer.model, plan) as census:
+        for name, weight in session.trainer.named_masters():
+            if weight.dim() == 2 and ".linear_" in name:
+                census.count_weight(weight.to(torch.bfloat16))
+        reports = _update(session, step, batches)
+    return reports, census.record()
+
+
+def _mismatch(batches: Sequence[PackedBatch], threshold: float) -> dict[str, float]:
     """verl's ``rollout_corr/*`` over all response tokens of the step."""
     offsets, total = [torch.zeros(1, dtype=torch.int64)], 0
     for batch in batches:
@@ -93,6 +108,7 @@ def _mismatch(batches: Sequence[PackedBatch]) -> dict[str, float]:
         torch.cat([b.rollout_log_probs.cpu() for b in batches]),
         torch.cat([b.loss_mask.cpu() for b in batches]),
         torch.cat(offsets),
+        threshold,
     )
 
 

@@ -17,7 +17,7 @@ class RunFolder:
         self.root = Path(cfg.run.out_dir) / cfg.run.name
         self.model_dir = self.root / "model"
         self.checkpoints = self.root / "checkpoints"
-        occupied = self.root.exists() and any(self.root.iterdir())
+        occupied = (self.root / "config.yaml").exists()
         if occupied and not cfg.run.resume:
             raise ConfigError(f"run.name: {self.root} already holds a run; add --resume to continue it, or choose another run.name.")
         if cfg.run.resume and not self.checkpoints.is_dir():

@@ -1,11 +1,13 @@
 """One weight sync: export from the trainer, deliver into the engine, prove the bytes."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
@@ -45,9 +47,7 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     """
     started = time.perf_counter()
     tensors = list(exported_tensors(trainer, cfg))
-    if cfg.sync.transport == "disk":
-        tensors = _through_disk(tensors, scratch)
-    rollout.update_weights(iter(tensors), policy_version=trainer.policy_version)
+    _deliver(rollout, tensors, cfg, scratch, trainer.policy_version)
     _device_synchronize(cfg)
     delivered = time.perf_counter()
     receipt = None
@@ -63,20 +63,13 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     )
 
 
-def _through_disk(tensors: list[ExportedTensor], scratch: Path) -> list[ExportedTensor]:
-    import shutil
-
-    from safetensors import safe_open
-
-    from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
-
+def _deliver(rollout: VllmEngine, tensors: list[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> None:
+    if cfg.sync.transport == "local":
+        rollout.update_weights(iter(tensors), policy_version=policy_version)
+        return
     shutil.rmtree(scratch, ignore_errors=True)
     write_hf_checkpoint(scratch, tensors, {})
-    read: list[ExportedTensor] = []
-    for shard in sorted(scratch.glob("*.safetensors")):
-        with safe_open(shard, "pt") as file:
-            read += [ExportedTensor(name=name, tensor=file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
-    return read
+    rollout.update_weights_from_disk(scratch, policy_version=policy_version)
 
 
 def _device_synchronize(cfg: Config) -> None:

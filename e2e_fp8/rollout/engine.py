@@ -1,10 +1,13 @@
 """vLLM in the trainer's process, on CPU or CUDA: the rollout engine of :class:`e2e_fp8.protocols.RolloutEngine`."""
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from e2e_fp8.config.root import Config
@@ -50,6 +53,22 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
     return args
 
 
+@contextmanager
+def preserved_process_state() -> Iterator[None]:
+    """Undo what starting vLLM does to its host process, which is the trainer's.
+
+    It seeds the global generators, and its CPU worker replaces ``torch.set_num_threads`` by a function that only warns.
+    """
+    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
 class VllmEngine:
     """One in-process vLLM engine.
 
@@ -71,7 +90,7 @@ class VllmEngine:
         self.decode = decode
         self._requests = 0
         self._thread = EngineThread()
-        self._llm = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
+        self._llm: Any = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
 
     def _start(self, model_dir: Path) -> Any:
         if self.device == "cpu":
@@ -86,12 +105,8 @@ class VllmEngine:
         verify_plugin_live()
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
-        # vLLM's CPU worker replaces this function by a warning, for the whole process.
-        set_num_threads = torch.set_num_threads
-        try:
+        with preserved_process_state():
             llm = LLM(**args)
-        finally:
-            torch.set_num_threads = set_num_threads
         if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
             from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 
@@ -183,7 +198,7 @@ class VllmEngine:
         Names, shapes and dtypes are compared with the model's before anything is written: EngineError otherwise. The tensors
         are read on this call only, so the caller may change them afterwards.
         """
-        from e2e_fp8.rollout.weight_transfer import post
+        from e2e_fp8.rollout.weight_transfer import discard, post
 
         delivered: dict[str, torch.Tensor] = {}
         for entry in tensors:
@@ -191,7 +206,11 @@ class VllmEngine:
                 raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
             delivered[entry.name] = entry.tensor.detach()
         check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
-        self._update({"token": post(list(delivered.items()))}, policy_version)
+        token = post(list(delivered.items()))
+        try:
+            self._update({"token": token}, policy_version)
+        finally:
+            discard(token)
 
     def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> None:
         """As :meth:`update_weights`, from the safetensors files of ``directory``."""

@@ -175,4 +175,6 @@ def check_delivery(layout: list[TensorSlot], delivered: Mapping[str, tuple[torch
     for name, (dtype, shape) in delivered.items():
         slot = expected[name]
         if dtype != slot.dtype or shape != slot.shape:
-            raise EngineError(f"Weight update refused, nothing was written: {name} is {dtype} {shape}, the engine needs {slot.dtype} {slot.shape}.")
+            raise EngineError(
+                f"Weight update refused, nothing was written: {name} is {dtype} {shape}, the engine needs {slot.dtype} {slot.shape}."
+            )

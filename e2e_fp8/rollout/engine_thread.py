@@ -54,7 +54,9 @@ class EngineThread:
             if isinstance(error, TimeoutError) and not future.done():
                 self._dead = f"{phase} did not finish within {timeout_s:g} s"
                 progress = f" ({self.progress})" if self.progress else ""
-                raise EngineError(f"The rollout engine is wedged: {self._dead}{progress}. Raise rollout.timeout_s or look at vLLM's log.") from None
+                raise EngineError(
+                    f"The rollout engine is wedged: {self._dead}{progress}. Raise rollout.timeout_s or look at vLLM's log."
+                ) from None
             self._dead = f"{phase} failed with {type(error).__name__}: {error}"
             raise EngineError(f"The rollout engine died: {self._dead}.") from error
 

@@ -32,6 +32,11 @@ def post(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return token
 
 
+def discard(token: str) -> None:
+    """Drop what a failed update left in the mailbox, so that it keeps no tensors alive."""
+    MAILBOX.pop(token, None)
+
+
 def safetensors_files(directory: Path) -> list[Path]:
     """All ``*.safetensors`` files of ``directory``, by name."""
     return sorted(directory.glob("*.safetensors"))

@@ -48,7 +48,9 @@ def _sdpa_equal(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, c
     return out_BNQD.transpose(1, 2).reshape(q_TND.shape)
 
 
-def varlen_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, softmax_factor: float):
+def varlen_packed(
+    q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, softmax_factor: float
+):
     """The same by torch's variable-length flash attention (CUDA, BF16); ``cu_seqlens`` int32 ``[S + 1]`` on the device."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -58,6 +60,28 @@ def varlen_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor,
     return varlen_attn(q_TND, k_TGD, v_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=softmax_factor, window_size=(-1, 0))
 
 
+class PackedRotary(torch.nn.Module):
+    """Rotary angles gathered to one per packed token, from Megatron's RotaryEmbedding.
+
+    Megatron's ``thd`` path takes angles either per position of the longest sequence, looping over sequences, or per packed token.
+    """
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.positions_T: torch.Tensor | None = None
+        """int64 ``[T]`` positions of the batch about to run, set by the engine."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Megatron's answer: the longest packed sequence."""
+        return self.rotary.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: int, **kwargs: Any) -> torch.Tensor:
+        """Angles ``[T, 1, 1, D]`` in float32."""
+        assert self.positions_T is not None
+        return self.rotary(max_seq_len, **kwargs)[self.positions_T]
+
+
 class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer; takes packed (``thd``) sequences only.
 
@@ -65,10 +89,14 @@ class PackedAttention(MegatronModule):
         ConfigError: the layer asks for attention dropout, a window, or context parallelism, which this module does not do.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any):
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
+    ):
         super().__init__(config=config)
         if config.attention_dropout or config.window_size is not None or config.context_parallel_size != 1:
-            raise ConfigError("PackedAttention supports neither attention dropout nor a sliding window nor context parallelism: set all off.")
+            raise ConfigError(
+                "PackedAttention supports neither attention dropout nor a sliding window nor context parallelism: set all off."
+            )
         self.softmax_factor = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(

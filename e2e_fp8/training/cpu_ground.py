@@ -66,7 +66,7 @@ class CpuGround:
         if cfg.model.is_moe:
             spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))
         else:
-            spec.submodules.mlp = partial(MLP, submodules=linears)
+            spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
         return spec
 
     def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
@@ -84,7 +84,9 @@ class CpuGround:
                     f"numerics.high_precision_modules splits the fused linear {name}, made of {hf_modules_of(name)}: list all of them or none."
                 )
             if not isinstance(linear, BlockFp8Mixin):
-                raise ConfigError(f"{name} is a {type(linear).__name__}, which cannot compute in block FP8 on the CPU; it would run in BF16 silently.")
+                raise ConfigError(
+                    f"{name} is a {type(linear).__name__}, which cannot compute in block FP8 on the CPU; it would run in BF16 silently."
+                )
             if wanted.pop():
                 linear.enable_fp8(recipe)
                 self._linear_of[id(linear.weight)] = linear

@@ -101,7 +101,9 @@ class CudaGround:
                     f"On the GPU all attention and feed-forward linears are FP8 or none is, but numerics.high_precision_modules names {name}."
                 )
             if self.is_fp8(model.get_parameter(name)) != plan.training_fp8:
-                raise ConfigError(f"{name} is a {type(model.get_parameter(name)).__name__}: it would not run in {self._precision_name(plan)}.")
+                raise ConfigError(
+                    f"{name} is a {type(model.get_parameter(name)).__name__}: it would not run in {self._precision_name(plan)}."
+                )
         if plan.training_fp8:
             self._check_quantizers(model)
 

@@ -14,7 +14,7 @@ from e2e_fp8.training import optimizer_state
 from e2e_fp8.training.ground import Ground
 from e2e_fp8.training.log_probs import token_stats_from_logits
 from e2e_fp8.training.model import build_model, build_optimizer, check_supported, initialize_parallel_state
-from e2e_fp8.training.packing import pad_packed, packed_seq_params, to_device
+from e2e_fp8.training.packing import packed_seq_params, pad_packed, to_device
 from e2e_fp8.training.weights import fused_weights, import_safetensors, initial_hf_weights
 from e2e_fp8.types import PackedBatch, StepReport, TokenStats
 
@@ -68,7 +68,10 @@ class MegatronEngine:
     def _check_alignment(self) -> None:
         problems = self.plan.misaligned(self.cfg.model) if self.plan.training_fp8 else []
         if problems:
-            raise ConfigError(f"FP8 training needs whole 128x128 tiles, but {problems[0]} ({len(problems)} modules). Change the model section.")
+            raise ConfigError(
+                "FP8 training needs dimensions that are multiples of 128, but these modules have others: "
+                f"{', '.join(problems[:3])} ({len(problems)} in all). Change the model section or use training_precision=bf16."
+            )
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +120,11 @@ class MegatronEngine:
         for name, parameter, master in optimizer_state.named_masters(self.model):
             yield name, master.detach().view(parameter.shape)
 
+    def named_high_precision_weights(self) -> Iterator[tuple[str, torch.Tensor, None]]:
+        """``(megatron_name, BF16 tensor, None)``: every master rounded to BF16, which is what the FP8 codes are quantized from."""
+        for name, master in self.named_masters():
+            yield name, master.to(torch.bfloat16), None
+
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def logits(self, batch: PackedBatch) -> torch.Tensor:
@@ -127,9 +135,9 @@ class MegatronEngine:
     def _logits(self, batch: PackedBatch) -> torch.Tensor:
         tokens = batch.token_ids.numel()
         padded = to_device(pad_packed(batch, self.ground.token_multiple), self.ground.device)
-        logits_1TV = self._ddp(
-            padded.token_ids[None], padded.position_ids[None], None, packed_seq_params=packed_seq_params(padded.cu_seqlens)
-        )
+        params, positions_T = packed_layout(padded.cu_seqlens)
+        self.model.rotary_pos_emb.positions_T = positions_T
+        logits_1TV = self._ddp(padded.token_ids[None], positions_T[None], None, packed_seq_params=params)
         return logits_1TV[0, :tokens]
 
     def _stats(self, batch: PackedBatch) -> TokenStats:
@@ -187,7 +195,7 @@ class MegatronEngine:
             loss_sum, metric_sums = loss_fn(self._stats(batch), to_device(batch, self.ground.device))
             (loss_sum / denominator).backward()
             for name, value in {"loss": loss_sum, **metric_sums}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
         finalize_model_grads([self._ddp], None)
         return sums
 

@@ -50,7 +50,11 @@ class BlockFp8Mixin:
         Raises:
             ConfigError: the linear has a bias or uses sequence parallelism or fused gradient accumulation.
         """
-        if getattr(self, "bias", None) is not None or getattr(self, "sequence_parallel", False) or getattr(self, "gradient_accumulation_fusion", False):
+        if (
+            getattr(self, "bias", None) is not None
+            or getattr(self, "sequence_parallel", False)
+            or getattr(self, "gradient_accumulation_fusion", False)
+        ):
             raise ConfigError("Block-FP8 linears on the CPU support no bias, sequence parallelism or fused gradient accumulation.")
         self.recipe = recipe
 
@@ -59,7 +63,11 @@ class BlockFp8Mixin:
         if self.recipe is None:
             return
         self.quantized_weight = quantize_blockwise(
-            self.weight.detach(), self.recipe.forward_format, "128x128", power_2_scale=self.recipe.power_2_scale, amax_epsilon=self.recipe.amax_epsilon
+            self.weight.detach(),
+            self.recipe.forward_format,
+            "128x128",
+            power_2_scale=self.recipe.power_2_scale,
+            amax_epsilon=self.recipe.amax_epsilon,
         )
         self._quantized_version = self.weight._version
 
@@ -67,7 +75,9 @@ class BlockFp8Mixin:
         if self.recipe is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         if self.quantized_weight is None or self._quantized_version != weight._version:
-            raise RuntimeError("The FP8 codes of a weight are older than the weight: refresh_quantized_weight was not called after the parameter sync.")
+            raise RuntimeError(
+                "The FP8 codes of a weight are older than the weight: refresh_quantized_weight was not called after the parameter sync."
+            )
         return fp8_linear(input, weight, self.quantized_weight, self.recipe)
 
 

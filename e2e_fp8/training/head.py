@@ -46,7 +46,9 @@ class Fp32OutputLayer(ColumnParallelLinear):
             ConfigError: the layer is of another class, or has a bias, sequence parallelism or fused gradient accumulation.
         """
         if type(layer) is not ColumnParallelLinear:
-            raise ConfigError(f"The output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear; FP32 logits need that class.")
+            raise ConfigError(
+                f"The output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear; FP32 logits need that class."
+            )
         if layer.bias is not None or layer.sequence_parallel or layer.gradient_accumulation_fusion or layer.allreduce_dgrad:
             raise ConfigError("FP32 logits support no bias, sequence parallelism, tensor parallelism or fused gradient accumulation.")
         layer.__class__ = cls

@@ -30,8 +30,8 @@ def check_supported(cfg: Config) -> None:
         raise ConfigError("model.num_experts_per_tok must be at most model.num_experts.")
     if model.is_moe and model.norm_topk_prob and model.num_experts_per_tok == 1:
         raise ConfigError(
-            "model.num_experts_per_tok is 1 with model.norm_topk_prob: the single probability would always be 1 and the router could not learn. "
-            "Use two experts or set norm_topk_prob to false."
+            "model.num_experts_per_tok is 1 with model.norm_topk_prob: the probability would always be 1 and the router "
+            "could not learn. Use two experts or set norm_topk_prob to false."
         )
 
 
@@ -100,6 +100,7 @@ def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
+    from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer
 
     config = transformer_config(cfg, ground)
@@ -114,6 +115,7 @@ def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
         parallel_output=True,
     ).to(ground.device)
     Fp32OutputLayer.become(model.output_layer)
+    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

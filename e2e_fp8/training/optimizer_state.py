@@ -36,7 +36,9 @@ def write_masters(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> No
     masters = {name: master for name, _, master in named_masters(model)}
     missing, extra = sorted(masters.keys() - values.keys()), sorted(values.keys() - masters.keys())
     if missing or extra:
-        raise CheckpointError(f"Saved weights do not fit the trainer: missing {missing[:4]} ({len(missing)}), unknown {extra[:4]} ({len(extra)}).")
+        raise CheckpointError(
+            f"Saved weights do not fit the trainer: missing {missing[:4]} ({len(missing)}), unknown {extra[:4]} ({len(extra)})."
+        )
     for name, master in masters.items():
         if values[name].numel() != master.numel():
             raise CheckpointError(f"Saved weight {name} has {values[name].numel()} elements, but the trainer's has {master.numel()}.")
@@ -52,7 +54,9 @@ def sync_parameters(optimizer: Any, ddp: Any) -> None:
 
 def export_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one."""
-    inner_of = {id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]}
+    inner_of = {
+        id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]
+    }
     parameters: dict[str, dict[str, torch.Tensor]] = {}
     for name, _, master in named_masters(model):
         kept = inner_of[id(master)].state.get(master, {})
@@ -81,7 +85,9 @@ def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) 
     if len(groups) != len(steps):
         raise CheckpointError(f"The checkpoint has {len(steps)} optimizer groups, the trainer {len(groups)}.")
     write_masters(model, {name: entry["master"] for name, entry in state["parameters"].items()})
-    inner_of = {id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]}
+    inner_of = {
+        id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]
+    }
     for name, _, master in named_masters(model):
         entry = {key: value for key, value in state["parameters"][name].items() if key != "master"}
         inner = inner_of[id(master)]

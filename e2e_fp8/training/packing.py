@@ -3,6 +3,7 @@
 Shape legend: ``T`` packed tokens, ``S`` sequences.
 """
 
+import itertools
 from dataclasses import fields, replace
 
 import torch
@@ -11,19 +12,31 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from e2e_fp8.types import PackedBatch
 
 
-def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
-    """Megatron's description of packed sequences; ``cu_seqlens`` int32 ``[S + 1]``, first 0, strictly increasing.
+def packed_layout(cu_seqlens: torch.Tensor) -> tuple[PackedSeqParams, torch.Tensor]:
+    """Megatron's description of packed sequences, and int64 ``[T]`` positions that restart at 0 in each.
+
+    ``cu_seqlens`` is int32 ``[S + 1]``, first 0, strictly increasing. The ``padded`` boundaries, which only rotary embedding
+    reads, describe one segment: PackedRotary supplies one angle per packed token, so no loop over sequences is needed.
 
     Raises:
         ValueError: the boundaries are not of that form.
     """
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    if cu_seqlens.dtype != torch.int32 or not lengths or min(lengths) < 1 or int(cu_seqlens[0]) != 0:
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if cu_seqlens.dtype != torch.int32 or not lengths or min(lengths) < 1 or bounds[0] != 0:
         raise ValueError("cu_seqlens must be int32, start at 0 and increase strictly.")
-    longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    one_segment = torch.tensor([0, bounds[-1]], dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=one_segment,
+        cu_seqlens_kv_padded=one_segment,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
+    positions_T = torch.cat([torch.arange(length) for length in lengths]).to(cu_seqlens.device)
+    return params, positions_T
 
 
 def pad_packed(batch: PackedBatch, multiple: int) -> PackedBatch:

@@ -1,0 +1,139 @@
+"""One process with one real vLLM engine on the CPU; records what it did for the tests to judge.
+
+Usage: ``python rollout_engine_process.py {qwen3|qwen3_moe} {fp8|bf16} {fp32|pow2} OUT_DIR``. vLLM allows one engine of a kind in a
+process, so the tests start this file once for each model.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import UserError
+from e2e_fp8.numerics.blockwise import quantize_blockwise
+from e2e_fp8.numerics.formats import E4M3
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.types import ExportedTensor, Prompt, Sample
+
+EOS = 1
+TEMPERATURE = 0.7
+PROMPTS = [Prompt(uid=f"p{i}", text="", token_ids=(2, 3 + i, 7, 5 + i), answer="") for i in range(4)]
+
+
+def hf_config(cfg: Config) -> dict:
+    """config.json of the configured model, as transformers writes it."""
+    m = cfg.model
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    names += ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "vocab_size", "rope_theta", "rms_norm_eps")
+    names += ("max_position_embeddings", "tie_word_embeddings")
+    config = {name: getattr(m, name) for name in names}
+    config |= {"model_type": m.architecture, "architectures": ["Qwen3MoeForCausalLM" if m.is_moe else "Qwen3ForCausalLM"]}
+    config |= {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    plan = QuantizationPlan.from_config(cfg)
+    if plan.rollout_fp8:
+        config["quantization_config"] = plan.hf_quantization_config(m)
+    return config
+
+
+def random_weights(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
+    """A full set of HF tensors; module list and quantization come from the plan, not from the rollout stage."""
+    from e2e_fp8.numerics.quantization_plan import hf_linear_modules
+
+    generator, plan, m = torch.Generator().manual_seed(seed), QuantizationPlan.from_config(cfg), cfg.model
+    norms = {"model.norm": m.hidden_size}
+    for i in range(m.num_hidden_layers):
+        norms |= {f"model.layers.{i}.{n}": m.hidden_size for n in ("input_layernorm", "post_attention_layernorm")}
+        norms |= {f"model.layers.{i}.self_attn.{n}": m.head_dim for n in ("q_norm", "k_norm")}
+    weights = {f"{name}.weight": (1 + 0.1 * torch.randn(size, generator=generator)).bfloat16() for name, size in norms.items()}
+    weights["model.embed_tokens.weight"] = torch.randn(m.vocab_size, m.hidden_size, generator=generator).bfloat16()
+    for name, rows, columns in hf_linear_modules(m):
+        weight = (0.06 * torch.randn(rows, columns, generator=generator)).bfloat16()
+        if plan.rollout_fp8 and plan.is_fp8(name):
+            block = quantize_blockwise(weight, E4M3, "128x128", power_2_scale=plan.power_2_scale)
+            weights |= {f"{name}.weight": block.codes, f"{name}.weight_scale_inv": block.scale_inv}
+        else:
+            weights[f"{name}.weight"] = weight
+    return weights
+
+
+def exported(weights: dict[str, torch.Tensor]) -> Iterator[ExportedTensor]:
+    return (ExportedTensor(name=name, tensor=tensor) for name, tensor in weights.items())
+
+
+def record(samples: list[Sample]) -> list[dict]:
+    """Samples as plain values, with exact log-probs."""
+    keys = ("group_id", "response_token_ids", "response_text", "rollout_log_probs", "routed_experts", "finish_reason", "policy_version")
+    return [{"uid": s.prompt.uid, "prompt": s.prompt.token_ids} | {key: getattr(s, key) for key in keys} for s in samples]
+
+
+def refusal(call) -> str:
+    """``ErrorClass: message`` of the UserError that ``call`` raises; empty when it does not."""
+    try:
+        call()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def live(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    return {entry.name: entry.tensor.clone() for entry in engine.read_back()}
+
+
+def main(architecture: str, precision: str, scale_format: str, out: Path) -> None:
+    cfg = Config.model_validate(
+        {
+            "model": {"architecture": architecture},
+            "numerics": {"training_precision": precision, "rollout_precision": precision, "scale_format": scale_format},
+            "rollout": {"temperature": TEMPERATURE, "max_response_tokens": 12, "max_model_len": 64, "max_num_seqs": 32},
+            "run": {"backend": "cpu", "seed": 3},
+        }
+    )
+    model_dir = out / "model"
+    model_dir.mkdir()
+    config = hf_config(cfg)
+    (model_dir / "config.json").write_text(json.dumps(config))
+    first, second = random_weights(cfg, 11), random_weights(cfg, 12)
+    result: dict = {"config": config, "first": first, "second": second}
+
+    random.seed(5)
+    torch.manual_seed(5)
+    engine = VllmEngine(cfg, model_dir, EOS, lambda ids: "".join(chr(33 + i) for i in ids))
+    result["host_state_kept"] = (random.random(), torch.rand(3).tolist())
+    random.seed(5)
+    torch.manual_seed(5)
+    result["host_state_expected"] = (random.random(), torch.rand(3).tolist())
+
+    def generate(seed: int = 9) -> list[dict]:
+        return record(engine.generate(PROMPTS, group_size=4, seed=seed))
+
+    result["before_weights"] = refusal(generate)
+    engine.update_weights(exported(first), policy_version=1)
+    result["live_first"], result["samples_first"], result["samples_repeat"] = live(engine), generate(), generate()
+    result["samples_other_seed"] = generate(10)
+    engine.update_weights(exported(dict(reversed(second.items()))), policy_version=2)
+    result["live_second"], result["samples_second"] = live(engine), generate()
+    result["missing"] = refusal(lambda: engine.update_weights(exported(dict(list(first.items())[:-1])), policy_version=3))
+    recast = {name: t.float() if name == "model.norm.weight" else t for name, t in first.items()}
+    result["recast"] = refusal(lambda: engine.update_weights(exported(recast), policy_version=3))
+    result["samples_after_refusals"] = generate()
+    save_file({name: t.contiguous() for name, t in first.items()}, out / "model.safetensors")
+    engine.update_weights_from_disk(out, policy_version=4)
+    result["live_disk"], result["samples_disk"] = live(engine), generate()
+    long = Prompt(uid="too-long", text="", token_ids=(2,) * 53, answer="")
+    result["too_long"] = refusal(lambda: engine.generate([long], group_size=2, seed=1))
+    stop = chr(33 + result["samples_disk"][0]["response_token_ids"][3])
+    engine.cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"stop": (stop,)})})
+    result["stop"], result["samples_stop"] = stop, generate()
+    engine.cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"timeout_s": 1e-3})})
+    result["wedged"], result["dead"] = refusal(generate), refusal(generate)
+    torch.save(result, out / "result.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
