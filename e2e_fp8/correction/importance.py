@@ -31,7 +31,9 @@ def safe_log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_
     trained = loss_mask_T > 0
     numerator = torch.where(trained, numerator_T, torch.zeros_like(numerator_T))
     denominator = torch.where(trained, denominator_T, torch.zeros_like(denominator_T))
-    difference = torch.where(numerator == denominator, torch.zeros_like(numerator), numerator - denominator)
+    # only for equal infinities: a finite log ratio of exactly 0, the on-policy case, must keep its gradient
+    both_infinite = torch.isinf(numerator) & (numerator == denominator)
+    difference = torch.where(both_infinite, torch.zeros_like(numerator), numerator - denominator)
     return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 

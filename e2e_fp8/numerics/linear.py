@@ -18,7 +18,9 @@ from e2e_fp8.numerics.formats import TILE, Fp8Format, fp8_format_of
 
 def block_scaled_matmul(x: BlockScaled, w: BlockScaled, out_dtype: torch.dtype) -> torch.Tensor:
     """``x [M, K]`` (1x128 tiles) times ``w [N, K]`` (128x128 tiles) transposed -> ``[M, N]``."""
-    return _accumulate(x.codes.float(), x.scale_inv, w.codes.float().t(), w.scale_inv.repeat_interleave(TILE, 0)[: w.codes.shape[0]].t(), out_dtype)
+    return _accumulate(
+        x.codes.float(), x.scale_inv, w.codes.float().t(), w.scale_inv.repeat_interleave(TILE, 0)[: w.codes.shape[0]].t(), out_dtype
+    )
 
 
 def _accumulate(

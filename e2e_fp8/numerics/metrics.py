@@ -52,4 +52,6 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, name: str
     flat = int((~same).nonzero()[0])
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape))
     values = actual.flatten()[flat].float().item(), expected.flatten()[flat].float().item()
-    raise AssertionError(f"{name}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: {values[0]!r} against {values[1]!r}")
+    raise AssertionError(
+        f"{name}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: {values[0]!r} against {values[1]!r}"
+    )

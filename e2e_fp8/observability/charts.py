@@ -1,7 +1,7 @@
 """Line and stacked-bar charts as inline SVG. Colours are CSS variables of the page, so one chart serves light and dark."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,7 +43,7 @@ def line_chart(lines: Sequence[Line], *, from_zero: bool = False) -> str:
     return _wrap(parts, [line.label for line in lines])
 
 
-def stacked_bars(steps: Sequence[float], layers: dict[str, Sequence[float]], *, unit: str = "") -> str:
+def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], *, unit: str = "") -> str:
     """SVG of one bar a step, layers on top of each other; beyond MAX_BARS steps a bar is the mean of neighbouring steps.
 
     Raises:

@@ -6,10 +6,10 @@ Names under ``rollout_corr/`` and ``training/`` are verl's, so that curves of th
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PHASES = ("rollout", "reward", "old_log_probs", "update", "sync", "receipt", "eval", "checkpoint")
+PHASES: tuple[str, ...] = ("rollout", "reward", "old_log_probs", "update", "sync", "receipt", "eval", "checkpoint")
 """Phases of a step, in the order in which they happen."""
 
-OPERANDS = ("weights", "activations", "gradients")
+OPERANDS: tuple[str, ...] = ("weights", "activations", "gradients")
 TILE_STATISTICS = {
     "saturated": "Codes at the largest magnitude, of all elements",
     "subnormal": "Non-zero elements with a subnormal code",
@@ -86,7 +86,9 @@ _ROLLOUT_CORR = _prefixed(
             "", training_ppl="Perplexity under the trainer", rollout_ppl="Perplexity under the engine", ppl_ratio="Mean ratio of the two"
         ),
         **_table("", chi2_token="chi-square divergence per token", chi2_seq="chi-square divergence per sequence"),
-        **_table("", rollout_is_mean="Mean of p_train / p_rollout before truncation", rollout_is_std="Its standard deviation"),
+        **_table(
+            "", rollout_is_mean="Mean of p_train / p_rollout before truncation", rollout_is_std="Standard deviation of p_train / p_rollout"
+        ),
         **_table("", rollout_is_min="Smallest p_train / p_rollout", rollout_is_max="Largest p_train / p_rollout"),
         **_table("fraction", rollout_is_eff_sample_size="Effective sample size of the weights over their count"),
         **_table(
@@ -94,7 +96,7 @@ _ROLLOUT_CORR = _prefixed(
             rollout_is_ratio_fraction_high="Weights above the threshold",
             rollout_is_ratio_fraction_low="Weights below its inverse",
         ),
-        **_table("", rollout_is_seq_mean="Mean per-sequence weight", rollout_is_seq_std="Its standard deviation"),
+        **_table("", rollout_is_seq_mean="Mean per-sequence weight", rollout_is_seq_std="Standard deviation of the per-sequence weights"),
         **_table("", rollout_is_seq_min="Smallest per-sequence weight", rollout_is_seq_max="Largest per-sequence weight"),
         **_table("", rollout_is_seq_max_deviation="Largest distance of a per-sequence weight from 1"),
         **_table("fraction", rollout_is_seq_fraction_high="Sequences whose weight is above the threshold"),

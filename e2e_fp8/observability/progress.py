@@ -143,7 +143,6 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
         UserError: No such run, or no metrics in it.
     """
     history = load_history(run_dir)
-    console = console or Console(highlight=False)
     table = Table(title=f"Run {history.config.get('run', {}).get('name', Path(run_dir).name)}", title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -159,4 +158,4 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     table.add_row(
         "Report", escape(str(report)) if report.exists() else "not written", "" if report.exists() else "e2e-fp8 report RUN_DIR writes it"
     )
-    console.print(table)
+    (console or Console(highlight=False)).print(table)

@@ -39,7 +39,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "HfTokenizer":
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
     raw.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, EOS, UNK], initial_alphabet=alphabet, show_progress=False, max_token_length=96
+        vocab_size=vocab_size,
+        # merge only what a quarter of the items shares: wording becomes few tokens, while words and numbers that vary stay characters
+        min_frequency=max(2, len(corpus) // 8),
+        special_tokens=[PAD, EOS, UNK],
+        initial_alphabet=alphabet,
+        show_progress=False,
+        max_token_length=96,
     )
     raw.train_from_iterator(corpus, trainer)
     return HfTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNK))

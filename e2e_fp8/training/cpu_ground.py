@@ -81,7 +81,7 @@ class CpuGround:
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if len(wanted) != 1:
                 raise ConfigError(
-                    f"numerics.high_precision_modules splits the fused linear {name}, made of {hf_modules_of(name)}: list all of them or none."
+                    f"numerics.high_precision_modules splits the fused linear {name}: list all of {hf_modules_of(name)} or none."
                 )
             if not isinstance(linear, BlockFp8Mixin):
                 raise ConfigError(

@@ -98,7 +98,7 @@ class CudaGround:
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if wanted != {plan.training_fp8}:
                 raise ConfigError(
-                    f"On the GPU all attention and feed-forward linears are FP8 or none is, but numerics.high_precision_modules names {name}."
+                    f"On the GPU either all linears of the layers are FP8 or none is, but numerics.high_precision_modules names {name}."
                 )
             if self.is_fp8(model.get_parameter(name)) != plan.training_fp8:
                 raise ConfigError(
@@ -121,8 +121,9 @@ class CudaGround:
                 seen += 1
                 if quantizer.force_pow_2_scales != self.power_2_scale or quantizer.amax_epsilon != self.amax_epsilon:
                     raise ConfigError(
-                        f"A quantizer of {name} has force_pow_2_scales={quantizer.force_pow_2_scales} and amax_epsilon={quantizer.amax_epsilon}, "
-                        f"but the configuration asks for {self.power_2_scale} and {self.amax_epsilon}. Set {SCALE_VARIABLE} before Python starts."
+                        f"A quantizer of {name} has force_pow_2_scales={quantizer.force_pow_2_scales} and amax_epsilon="
+                        f"{quantizer.amax_epsilon}, but the configuration asks for {self.power_2_scale} and {self.amax_epsilon}. "
+                        f"Set {SCALE_VARIABLE} before Python starts."
                     )
         if not seen:
             raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")

@@ -14,7 +14,7 @@ from e2e_fp8.training import optimizer_state
 from e2e_fp8.training.ground import Ground
 from e2e_fp8.training.log_probs import token_stats_from_logits
 from e2e_fp8.training.model import build_model, build_optimizer, check_supported, initialize_parallel_state
-from e2e_fp8.training.packing import packed_seq_params, pad_packed, to_device
+from e2e_fp8.training.packing import packed_layout, pad_packed, to_device
 from e2e_fp8.training.weights import fused_weights, import_safetensors, initial_hf_weights
 from e2e_fp8.types import PackedBatch, StepReport, TokenStats
 

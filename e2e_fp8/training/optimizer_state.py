@@ -54,9 +54,7 @@ def sync_parameters(optimizer: Any, ddp: Any) -> None:
 
 def export_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one."""
-    inner_of = {
-        id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]
-    }
+    inner_of = _inner_optimizers(optimizer)
     parameters: dict[str, dict[str, torch.Tensor]] = {}
     for name, _, master in named_masters(model):
         kept = inner_of[id(master)].state.get(master, {})
@@ -64,6 +62,12 @@ def export_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
         entry.update({key: value for key, value in kept.items() if torch.is_tensor(value)})
         parameters[name] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
     return {"parameters": parameters, "group_steps": _group_steps(optimizer)}
+
+
+def _inner_optimizers(optimizer: Any) -> dict[int, Any]:
+    """Adam of each master, by the master's id."""
+    adams = [leaf.optimizer for leaf in leaf_optimizers(optimizer)]
+    return {id(master): adam for adam in adams for group in adam.param_groups for master in group["params"]}
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
@@ -85,9 +89,7 @@ def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) 
     if len(groups) != len(steps):
         raise CheckpointError(f"The checkpoint has {len(steps)} optimizer groups, the trainer {len(groups)}.")
     write_masters(model, {name: entry["master"] for name, entry in state["parameters"].items()})
-    inner_of = {
-        id(p): leaf.optimizer for leaf in leaf_optimizers(optimizer) for group in leaf.optimizer.param_groups for p in group["params"]
-    }
+    inner_of = _inner_optimizers(optimizer)
     for name, _, master in named_masters(model):
         entry = {key: value for key, value in state["parameters"][name].items() if key != "master"}
         inner = inner_of[id(master)]

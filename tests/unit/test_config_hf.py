@@ -62,8 +62,9 @@ def test_fields_survive_the_file(tmp_path, architecture, seed):
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_transformers_reads_and_writes_the_same_model(tmp_path, architecture):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
+    import torch
+    import transformers
+
     model = random_model(architecture, 7)
     folder = write(tmp_path, to_hf_config(model, None, eos_token_id=3, bos_token_id=1))
     hf = transformers.AutoConfig.from_pretrained(folder)
@@ -78,7 +79,8 @@ def test_transformers_reads_and_writes_the_same_model(tmp_path, architecture):
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_vllm_reads_the_same_model(tmp_path, architecture):
-    config = pytest.importorskip("vllm.transformers_utils.config")
+    from vllm.transformers_utils import config
+
     model = random_model(architecture, 8)
     hf = config.get_config(write(tmp_path, to_hf_config(model, QUANTIZATION, eos_token_id=3)), trust_remote_code=False)
     assert hf.rope_parameters == {"rope_type": "default", "rope_theta": model.rope_theta}
