@@ -174,6 +174,10 @@ def train_config(args: argparse.Namespace) -> "Config":
 
 def _train(args: argparse.Namespace) -> int:
     cfg = train_config(args)
+    # the environment is set before anything imports Megatron-Core, Transformer Engine or vLLM
+    from e2e_fp8.orchestration.environment import prepare
+
+    cfg = prepare(cfg)
     from e2e_fp8.orchestration.loop import train
 
     print(train(cfg))
@@ -184,6 +188,9 @@ def _eval(args: argparse.Namespace) -> int:
     target = Path(args.target)
     run_dir = _run_folder(target) if target.is_dir() else None
     cfg = _load(target / "config.yaml" if run_dir else target, args.overrides)
+    from e2e_fp8.orchestration.environment import prepare
+
+    cfg = prepare(cfg)
     from e2e_fp8.orchestration.evaluate import evaluate
 
     print(json.dumps(evaluate(run_dir, cfg, args.samples or cfg.run.eval_samples), indent=2))
@@ -194,6 +201,9 @@ def _export(args: argparse.Namespace) -> int:
     run_dir = _run_folder(args.run_dir)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise CheckpointError(f"--out {args.out} already exists and is not an empty folder: choose another, nothing is overwritten.")
+    from e2e_fp8.orchestration.environment import prepare
+
+    prepare(_load(run_dir / "config.yaml", []))
     from e2e_fp8.orchestration.export_command import export
 
     print(export(run_dir, args.out, args.precision))

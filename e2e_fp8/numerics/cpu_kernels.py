@@ -43,58 +43,78 @@ def encode_constants(fp8_format: Fp8Format) -> tuple[Any, ...]:
 
 
 @_jit
+def _i32(value):  # pragma: no cover - compiled
+    """Numba widens integer results to 64 bits; every bit pattern here is 32 wide."""
+    return np.int32(value)
+
+
+@_jit
+def _f32_of(bits):  # pragma: no cover - compiled
+    narrow = np.int32(bits)
+    return narrow.view(np.float32)
+
+
+@_jit
+def _bits_of(value):  # pragma: no cover - compiled
+    narrow = np.float32(value)
+    return narrow.view(np.int32)
+
+
+@_jit
 def _encode(value, constants):  # pragma: no cover - compiled
     """FP8 byte of a float32: round to nearest even, saturate, any NaN to the one NaN code."""
     _, max_bits, min_normal_bits, shift, half, rebias, magic, nan_code = constants
-    bits = np.float32(value).view(np.int32)
-    sign = (bits >> np.int32(24)) & np.int32(0x80)
-    magnitude = bits & np.int32(0x7FFFFFFF)
+    bits = _bits_of(value)
+    sign = _i32(bits >> 24) & 0x80
+    magnitude = _i32(bits & 0x7FFFFFFF)
     clamped = min(magnitude, max_bits)
-    normal = ((clamped + half + ((clamped >> shift) & np.int32(1))) >> shift) - rebias
-    subnormal = np.float32(clamped.view(np.float32) + magic).view(np.int32) - magic.view(np.int32)
+    normal = _i32(_i32(clamped + half + (_i32(clamped >> shift) & 1)) >> shift) - rebias
+    subnormal = _bits_of(_f32_of(clamped) + magic) - _bits_of(magic)
     code = sign | (normal if clamped >= min_normal_bits else subnormal)
-    return np.uint8(nan_code if magnitude > np.int32(_INF_BITS) else code)
+    return np.uint8(nan_code if magnitude > _INF_BITS else code)
 
 
 @_jit
-def _as_f32_bits(value):  # pragma: no cover - compiled
-    """int32 bits of the float32 equal to ``value``, which is int32 bits already or uint16 bits of a bfloat16."""
-    if isinstance(value, np.uint16):
-        return np.int32(value) << np.int32(16)
-    return value
+def _tile_quant_scale(amax, fmax, overflow, power_2_scale, epsilon):  # pragma: no cover - compiled
+    """float32 multiplier of one tile."""
+    amax = max(amax, epsilon)
+    quant_scale = np.float32(1)
+    if amax != np.float32(0) and amax != np.float32(np.inf):
+        quant_scale = min(np.float32(fmax / amax), overflow)
+    if power_2_scale:
+        quant_scale = _f32_of(_bits_of(quant_scale) & -0x800000)
+    return quant_scale
 
 
 @_jit
-def _quantize(x_bits, codes, scale_inv, tile_rows, tile_columns, constants, overflow, power_2_scale, epsilon):  # pragma: no cover
-    """Fill ``codes`` and ``scale_inv``, one strip of ``tile_rows`` rows at a time so that its second reading hits the cache."""
+def _quantize(
+    x_bits, bits_shift, codes, scale_inv, tile_rows, tile_columns, constants, overflow, power_2_scale, epsilon
+):  # pragma: no cover
+    """Fill ``codes`` and ``scale_inv``, one strip of ``tile_rows`` rows at a time so that its second reading hits the cache.
+
+    ``x_bits << bits_shift`` are float32 bits: int32 and 0 for float32, uint16 and 16 for bfloat16.
+    """
     rows, columns = x_bits.shape
-    fmax, one = constants[0], np.float32(1)
-    amax_bits = np.empty(columns, np.int32)
+    amax_bits_K = np.empty(columns, np.int32)
     quant_scale_K = np.empty(columns, np.float32)
     for strip in range(scale_inv.shape[0]):
         first, last = strip * tile_rows, min((strip + 1) * tile_rows, rows)
-        amax_bits[:] = 0
+        amax_bits_K[:] = 0
         for row in range(first, last):
             for column in range(columns):
-                magnitude = _as_f32_bits(x_bits[row, column]) & np.int32(0x7FFFFFFF)
+                magnitude = _i32(_i32(x_bits[row, column] << bits_shift) & 0x7FFFFFFF)
                 # Non-negative floats order as their bits; a NaN, above infinity in that order, is ignored.
-                amax_bits[column] = max(amax_bits[column], np.int32(0) if magnitude > np.int32(_INF_BITS) else magnitude)
+                finite = _i32(0) if magnitude > _INF_BITS else magnitude
+                amax_bits_K[column] = max(amax_bits_K[column], finite)
         for tile in range(scale_inv.shape[1]):
             left, right = tile * tile_columns, min((tile + 1) * tile_columns, columns)
-            bits = np.int32(0)
-            for column in range(left, right):
-                bits = max(bits, amax_bits[column])
-            amax = max(bits.view(np.float32), epsilon)
-            quant_scale = one
-            if amax != np.float32(0) and amax != np.float32(np.inf):
-                quant_scale = min(np.float32(fmax / amax), overflow)
-            if power_2_scale:
-                quant_scale = (quant_scale.view(np.int32) & np.int32(-0x800000)).view(np.float32)
-            scale_inv[strip, tile] = one / quant_scale
+            amax = _f32_of(amax_bits_K[left:right].max())
+            quant_scale = _tile_quant_scale(amax, constants[0], overflow, power_2_scale, epsilon)
+            scale_inv[strip, tile] = np.float32(1) / quant_scale
             quant_scale_K[left:right] = quant_scale
         for row in range(first, last):
             for column in range(columns):
-                value = _as_f32_bits(x_bits[row, column]).view(np.float32)
+                value = _f32_of(x_bits[row, column] << bits_shift)
                 codes[row, column] = _encode(np.float32(value * quant_scale_K[column]), constants)
 
 
@@ -105,9 +125,10 @@ def quantize(
     rows, columns = x_MK.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scale_inv = torch.empty(-(-rows // tile_shape[0]), -(-columns // tile_shape[1]), dtype=torch.float32)
-    bits_dtype = torch.uint16 if x_MK.dtype == torch.bfloat16 else torch.int32
+    bits_dtype, bits_shift = (torch.uint16, 16) if x_MK.dtype == torch.bfloat16 else (torch.int32, 0)
     _quantize(
         x_MK.detach().view(bits_dtype).numpy(),
+        bits_shift,
         codes.numpy(),
         scale_inv.numpy(),
         tile_shape[0],

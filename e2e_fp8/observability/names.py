@@ -61,7 +61,7 @@ _MISMATCH = {
     **_table("nats", mismatch_kl="Mean of r - log r - 1, r = p_train / p_rollout, over response tokens (k3)"),
     **_prefixed(
         "train_rollout_logprob_abs_diff",
-        _table("nats", mean="Mean |log p_train - log p_rollout| over response tokens", max="Largest such difference"),
+        _table("nats", mean="Mean |log p_train - log p_rollout| over response tokens", max="Largest |log p_train - log p_rollout|"),
     ),
     **_prefixed(
         "training",

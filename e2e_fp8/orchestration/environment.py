@@ -32,6 +32,13 @@ def resolve_backend(cfg: Config) -> Config:
     return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": chosen})})
 
 
+def prepare(cfg: Config) -> Config:
+    """Resolve the ground and set the environment; call before any module that imports Megatron-Core, Transformer Engine or vLLM."""
+    cfg = resolve_backend(cfg)
+    prepare_environment(cfg)
+    return cfg
+
+
 def prepare_environment(cfg: Config) -> None:
     """Set what both sides need; a user's contradicting value is an error, never overwritten.
 

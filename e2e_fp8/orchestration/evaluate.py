@@ -28,14 +28,14 @@ def held_out_reward(session: Session, samples_per_prompt: int) -> float:
 
 
 def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) -> dict[str, Any]:
-    """Evaluate a run's newest checkpoint, or a configuration's starting weights.
+    """Evaluate a run's newest checkpoint, or a configuration's starting weights; ``cfg`` overrides the run's own configuration.
 
     Returns:
         ``reward/held_out`` (avg@k), ``prompts``, ``samples_per_prompt``, ``policy_version`` and a few ``examples``.
     """
-    if run_dir is not None:
+    if cfg is None:
+        assert run_dir is not None, "give a run folder or a configuration"
         cfg = load_run_config(run_dir)
-    assert cfg is not None, "give a run folder or a configuration"
     import tempfile
 
     with tempfile.TemporaryDirectory() as scratch:

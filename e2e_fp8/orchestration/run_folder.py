@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from e2e_fp8.config.load import load_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
@@ -51,4 +52,4 @@ def load_run_config(run_dir: Path) -> Config:
     path = run_dir / "config.yaml"
     if not path.exists():
         raise ConfigError(f"{run_dir} is not a run folder: it has no config.yaml. Give a folder that `e2e-fp8 train` wrote, such as runs/NAME.")
-    return Config.model_validate(yaml.safe_load(path.read_text()))
+    return load_config(path)

@@ -9,7 +9,7 @@ from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.orchestration.environment import prepare_environment, resolve_backend
+from e2e_fp8.orchestration.environment import prepare
 from e2e_fp8.orchestration.weight_sync import SyncReport, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.tasks.dataset import Task, load_task
@@ -73,8 +73,7 @@ class Session:
 
 def open_session(cfg: Config, model_dir: Path) -> Session:
     """Prepare the environment, then build task and trainer; the engine starts on first use."""
-    cfg = resolve_backend(cfg)
-    prepare_environment(cfg)
+    cfg = prepare(cfg)
     if cfg.run.threads:
         import torch
 

@@ -40,15 +40,19 @@ def test_grouped_experts_against_a_loop_over_tokens(tokens):
     ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(tokens)])  # the last expert gets no token
     probabilities = torch.rand(tokens, 2)
     y = cpu_fp8.grouped_experts(x, probabilities, ids, w13, w2, quantizer())
-    assert y.shape == x.shape and y.dtype == torch.bfloat16
+    assert y.shape == x.shape
+    assert y.dtype == torch.bfloat16
+    errors = []
     for token in range(tokens):
         expected = torch.zeros(HIDDEN, dtype=torch.float64)
         for probability, expert in zip(probabilities[token], ids[token], strict=True):
-            gate, up = (through_e4m3(x[token]).double() @ w13_value[expert].T).split(WIDTH)
-            inner = (gate * gate.sigmoid() * up).bfloat16()
+            gate, up = (through_e4m3(x[token]).double() @ w13_value[expert].T).bfloat16().split(WIDTH)
+            inner = (gate.double() * gate.double().sigmoid()).bfloat16() * up
             expected += probability.double() * (through_e4m3(inner).double() @ w2_value[expert].T)
-        # Two BF16 roundings before the second quantization: a fraction of codes moves by one step of E4M3.
-        assert (y[token].double() - expected).norm() < 0.02 * expected.norm(), token
+        errors.append(float((y[token].double() - expected).norm() / expected.norm()))
+    # Scales one ulp apart and BF16 rounding move single codes by one step of E4M3: small on average, larger in a single row.
+    assert sum(errors) / tokens < 0.01, errors
+    assert max(errors) < 0.05, errors
 
 
 def test_each_token_sees_only_its_own_experts():

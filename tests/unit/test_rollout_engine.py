@@ -44,7 +44,8 @@ def test_live_bytes_are_the_delivered_bytes(run, live, delivered):
     assert bool(run[live]) == (run["precision"] == "fp8")
     for name, tensor in run[live].items():
         expected = run[delivered][name]
-        assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
+        assert tensor.dtype == expected.dtype, name
+        assert tensor.shape == expected.shape, name
         assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), name
 
 
@@ -95,9 +96,8 @@ def test_log_probs_and_routing_agree_with_reference(run, samples, weights):
 def test_refusals_name_the_cause_and_change_nothing(run):
     assert run["before_weights"].startswith("EngineError: The rollout engine has no weights yet")
     last = list(run["first"])[-1]
-    assert (
-        run["missing"].startswith("EngineError: Weight update refused, nothing was written: 1 tensors missing") and last in run["missing"]
-    )
+    assert run["missing"].startswith("EngineError: Weight update refused, nothing was written: 1 tensors missing")
+    assert last in run["missing"]
     assert run["recast"].startswith("EngineError: Weight update refused, nothing was written: model.norm.weight is torch.float32")
     assert essence(run["samples_after_refusals"]) == essence(run["samples_second"])
     assert {s["policy_version"] for s in run["samples_after_refusals"]} == {2}
@@ -113,7 +113,8 @@ def test_stop_string_cuts_tokens_log_probs_and_routing(run):
         if stopped["routed_experts"] is not None:
             assert (stopped["routed_experts"] == whole["routed_experts"][: len(stopped["prompt"]) + length - 1]).all()
         if run["stop"] in stopped["response_text"]:
-            assert stopped["finish_reason"] == "stop" and stopped["response_text"].index(run["stop"]) == len(stopped["response_text"]) - 1
+            assert stopped["finish_reason"] == "stop"
+            assert stopped["response_text"].index(run["stop"]) == len(stopped["response_text"]) - 1
             cut += length < len(whole["response_token_ids"])
     assert cut > 0
 

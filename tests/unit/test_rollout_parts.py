@@ -1,5 +1,6 @@
 """Parts of the rollout stage that need no engine: layout, seeds, limits, environment, watchdog, CPU arithmetic."""
 
+import itertools
 import threading
 import time
 
@@ -39,7 +40,7 @@ def test_layout_covers_every_row_of_every_fused_parameter_once():
     for spans in rows.values():
         spans.sort()
         assert spans[0][0] == 0
-        assert all(end == start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
     attention = "model.layers.1.self_attn.qkv_proj.weight"
     experts = "model.layers.1.mlp.experts.routed_experts.w13_weight_scale_inv"
     assert sorted(rows[attention, None]) == [(0, 512), (512, 768), (768, 1024)]
@@ -59,7 +60,8 @@ def test_view_shares_memory_and_refuses_repacked_parameters():
     slot = TensorSlot(name="up", shape=(2, 3), dtype=torch.float32, parameter="w13", expert=1, row=2)
     whole = torch.arange(24.0).view(2, 4, 3)
     view = slot.view({"w13": whole})
-    assert torch.equal(view, whole[1, 2:]) and view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert torch.equal(view, whole[1, 2:])
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     with pytest.raises(EngineError, match="repacked"):
         slot.view({"w13": whole.bfloat16()})
     with pytest.raises(EngineError, match="has no parameter w13"):
@@ -122,7 +124,8 @@ def test_engine_args_follow_the_config(tmp_path):
     cfg = Config.model_validate({"numerics": {"scale_format": "pow2"}, "rollout": {"moe_backend": "triton"}})
     cpu = engine_args(cfg, tmp_path, device="cpu", is_moe=True, fp8=True)
     assert cpu["additional_config"] == {"e2e_fp8": {"power_2_scale": True, "amax_epsilon": 0.0}}
-    assert cpu["enable_return_routed_experts"] and "moe_backend" not in cpu
+    assert cpu["enable_return_routed_experts"]
+    assert "moe_backend" not in cpu
     assert engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)["moe_backend"] == "triton"
     assert not engine_args(cfg, tmp_path, device="cpu", is_moe=False, fp8=True)["enable_return_routed_experts"]
 
