@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-from e2e_fp8.numerics.formats import TILE, Fp8Format
+from e2e_fp8.numerics.formats import Fp8Format
 
 _jit = numba.njit(cache=True, nogil=True, error_model="numpy")
 _F32_EXPONENT_BIAS = 127
@@ -43,25 +43,25 @@ def encode_constants(fp8_format: Fp8Format) -> tuple[Any, ...]:
 
 
 @_jit
-def _i32(value):  # pragma: no cover - compiled
+def _i32(value):
     """Numba widens integer results to 64 bits; every bit pattern here is 32 wide."""
     return np.int32(value)
 
 
 @_jit
-def _f32_of(bits):  # pragma: no cover - compiled
+def _f32_of(bits):
     narrow = np.int32(bits)
     return narrow.view(np.float32)
 
 
 @_jit
-def _bits_of(value):  # pragma: no cover - compiled
+def _bits_of(value):
     narrow = np.float32(value)
     return narrow.view(np.int32)
 
 
 @_jit
-def _encode(value, constants):  # pragma: no cover - compiled
+def _encode(value, constants):
     """FP8 byte of a float32: round to nearest even, saturate, any NaN to the one NaN code."""
     _, max_bits, min_normal_bits, shift, half, rebias, magic, nan_code = constants
     bits = _bits_of(value)
@@ -75,7 +75,7 @@ def _encode(value, constants):  # pragma: no cover - compiled
 
 
 @_jit
-def _tile_quant_scale(amax, fmax, overflow, power_2_scale, epsilon):  # pragma: no cover - compiled
+def _tile_quant_scale(amax, fmax, overflow, power_2_scale, epsilon):
     """float32 multiplier of one tile."""
     amax = max(amax, epsilon)
     quant_scale = np.float32(1)
@@ -142,7 +142,7 @@ def quantize(
 
 
 @_jit
-def _decode(codes, table, out):  # pragma: no cover - compiled
+def _decode(codes, table, out):
     for row in range(codes.shape[0]):
         for column in range(codes.shape[1]):
             out[row, column] = table[codes[row, column]]
@@ -162,23 +162,13 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @_jit
-def _add_scaled(total, partial, left, right, right_group):  # pragma: no cover - compiled
+def _add_scaled(total, partial, left, right):
     for row in range(total.shape[0]):
-        a = left[row]
-        if right_group == 1:
-            for column in range(total.shape[1]):
-                total[row, column] += np.float32(partial[row, column]) * (a * right[column])
-        else:
-            for tile in range(right.shape[0]):
-                factor = a * right[tile]
-                for column in range(tile * right_group, min((tile + 1) * right_group, total.shape[1])):
-                    total[row, column] += np.float32(partial[row, column]) * factor
+        factor = left[row]
+        for column in range(total.shape[1]):
+            total[row, column] += np.float32(partial[row, column]) * np.float32(factor * right[column])
 
 
 def add_scaled(total: torch.Tensor, partial: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += float32(partial) * (left[:, None] * right)`` in float32, in place.
-
-    ``right`` has one factor per column, or one per 128 columns.
-    """
-    group = 1 if right.numel() == total.shape[1] else TILE
-    _add_scaled(total.numpy(), partial.numpy(), left.numpy(), right.numpy(), group)
+    """``total += float32(partial) * (left[:, None] * right)`` in float32, in place; ``partial`` is float32 or float64 ``[M, N]``."""
+    _add_scaled(total.numpy(), partial.numpy(), left.numpy(), right.numpy())

@@ -20,6 +20,8 @@ import torch
 from e2e_fp8.numerics.blockwise import BlockScaled, quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3, TILE, Fp8Format, fp8_format_of
 
+_ROWS_IN_CACHE = 512
+
 
 class Recipe(Protocol):
     """How a linear quantizes; ``QuantizationPlan`` is one."""
@@ -57,11 +59,18 @@ def _block_sums(
 
     Codes may be transposed views. ``right_scale_inv_sN`` has one factor per column, or one per 128 columns.
     """
-    total = torch.zeros(left_MS.shape[0], right_SN.shape[1], dtype=torch.float32, device=left_MS.device)
+    rows, columns = left_MS.shape[0], right_SN.shape[1]
+    total = torch.zeros(rows, columns, dtype=torch.float32, device=left_MS.device)
+    if right_scale_inv_sN.shape[1] != columns:
+        right_scale_inv_sN = right_scale_inv_sN.repeat_interleave(TILE, 1)[:, :columns]
+    partial = torch.empty(min(rows, _ROWS_IN_CACHE), columns, dtype=sum_dtype, device=total.device)
     for block in range(-(-left_MS.shape[1] // TILE) if total.numel() else 0):
-        columns = slice(block * TILE, (block + 1) * TILE)
-        partial = _decode(left_MS[:, columns], sum_dtype) @ _decode(right_SN[columns], sum_dtype)
-        _add_scaled(total, partial, left_scale_inv_Ms[:, block], right_scale_inv_sN[block])
+        summed = slice(block * TILE, (block + 1) * TILE)
+        right = _decode(right_SN[summed], sum_dtype)
+        for start in range(0, rows, _ROWS_IN_CACHE):
+            chunk = slice(start, min(start + _ROWS_IN_CACHE, rows))
+            products = torch.mm(_decode(left_MS[chunk, summed], sum_dtype), right, out=partial[: chunk.stop - start])
+            _add_scaled(total[chunk], products, left_scale_inv_Ms[chunk, block], right_scale_inv_sN[block])
     return total
 
 
@@ -81,9 +90,8 @@ def _add_scaled(total: torch.Tensor, partial: torch.Tensor, left: torch.Tensor, 
         from e2e_fp8.numerics import cpu_kernels
 
         cpu_kernels.add_scaled(total, partial, left, right)
-        return
-    wide = right if right.numel() == total.shape[1] else right.repeat_interleave(TILE)[: total.shape[1]]
-    total += partial.float() * (left[:, None] * wide)
+    else:
+        total += partial.float() * (left[:, None] * right)
 
 
 class Fp8LinearFunction(torch.autograd.Function):

@@ -1,57 +1,79 @@
 """Error metrics and byte digests."""
 
+import math
+
 import torch
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9
 
 
-def tensor_digest(tensor: torch.Tensor) -> int:
-    """Order-sensitive 64-bit digest of a tensor's bytes, the same on every device; int in [0, 2**64).
+_WORDS_AT_ONCE = 1 << 22
 
-    Bytes are taken as 32-bit words (zero padded); each word is combined with its position and mixed by multiply and shift
-    in wrapping 64-bit arithmetic, then summed.
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """Order-sensitive 64-bit digest of a tensor's bytes in row-major order, the same on every device; int in [0, 2**64).
+
+    Bytes are taken as 32-bit words, zero padded; each word is combined with its position and mixed by multiply and shift in
+    wrapping 64-bit arithmetic, then summed. Dtype and shape do not enter, the number of bytes does. Guards against faults,
+    not against forgery.
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     size = raw.numel()
-    if size % 4 or raw.data_ptr() % 4:
+    if size % 4 or raw.storage_offset() % 4:
+        # A new tensor starts aligned, as the view of 32-bit words needs.
         raw = torch.cat([raw, raw.new_zeros(-size % 4)])
-    words = raw.view(torch.int32).to(torch.int64)
-    index = torch.arange(1, words.numel() + 1, device=raw.device, dtype=torch.int64)
-    mixed = (words + index * _GOLDEN) * _MIX
-    mixed = (mixed ^ (mixed >> 29)) * _GOLDEN
-    mixed ^= mixed >> 32
-    return (int(mixed.sum()) + size * _MIX) & ((1 << 64) - 1)
+    words = raw.view(torch.int32)
+    total = size * _MIX
+    for start in range(0, words.numel(), _WORDS_AT_ONCE):
+        chunk = words[start : start + _WORDS_AT_ONCE]
+        mixed = torch.arange(start + 1, start + 1 + chunk.numel(), device=raw.device, dtype=torch.int64)
+        mixed.mul_(_GOLDEN).add_(chunk).mul_(_MIX)
+        mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN)
+        mixed.bitwise_xor_(mixed >> 32)
+        total += int(mixed.sum())
+    return total & ((1 << 64) - 1)
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
     """DeepGEMM's ``1 - 2<x,y> / (<x,x> + <y,y>)`` in float64; 0 for equal tensors, also when both are zero."""
-    x64, y64 = x.double(), y.double()
+    x64, y64 = x.detach().double(), y.detach().double()
     denominator = float((x64 * x64 + y64 * y64).sum())
     return 0.0 if denominator == 0 else 1.0 - 2.0 * float((x64 * y64).sum()) / denominator
 
 
 def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Signal to quantization noise, 20 log10(|ref| / |ref - approx|), in dB; inf for equal tensors."""
-    noise = torch.linalg.vector_norm(reference.double() - approximation.double())
-    return float(20 * torch.log10(torch.linalg.vector_norm(reference.double()) / noise))
+    """Signal to quantization noise, 20 log10(|ref| / |ref - approx|), in dB; inf for equal tensors, -inf for a zero reference."""
+    reference, approximation = reference.detach().double(), approximation.detach().double()
+    noise = float(torch.linalg.vector_norm(reference - approximation))
+    signal = float(torch.linalg.vector_norm(reference))
+    if noise == 0 or signal == 0:
+        return math.inf if noise == 0 else -math.inf
+    return 20 * math.log10(signal / noise)
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, name: str = "tensor") -> None:
-    """Compare dtype, shape and bytes.
+    """Compare dtype, shape and bytes (so NaN equals the same NaN, and 0.0 differs from -0.0).
 
     Raises:
-        AssertionError: names the first differing coordinate and both values.
+        AssertionError: names the first differing coordinate, both values and both byte strings.
     """
-    assert actual.dtype == expected.dtype, f"{name}: dtype {actual.dtype} against {expected.dtype}"
-    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} against {tuple(expected.shape)}"
-    size = actual.element_size()
-    same = (actual.contiguous().flatten().view(torch.uint8) == expected.contiguous().flatten().view(torch.uint8)).view(-1, size).all(1)
-    if bool(same.all()):
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(f"{name}: {actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}")
+    if actual.numel() == 0:
         return
-    flat = int((~same).nonzero()[0])
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape))
-    values = actual.flatten()[flat].float().item(), expected.flatten()[flat].float().item()
+    actual_bytes, expected_bytes = (
+        t.detach().cpu().contiguous().flatten().view(torch.uint8).view(-1, t.element_size()) for t in (actual, expected)
+    )
+    differs = (actual_bytes != expected_bytes).any(1)
+    if not bool(differs.any()):
+        return
+    first = int(differs.nonzero()[0])
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), actual.shape))
+    shown = [
+        f"{t.detach().cpu().contiguous().flatten()[first].item()!r} (0x{bytes(b[first].tolist()[::-1]).hex()})"
+        for t, b in ((actual, actual_bytes), (expected, expected_bytes))
+    ]
     raise AssertionError(
-        f"{name}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: {values[0]!r} against {values[1]!r}"
+        f"{name}: {int(differs.sum())} of {differs.numel()} elements differ, first at {where}: {shown[0]} against {shown[1]}"
     )

@@ -1,14 +1,14 @@
 """Which modules are FP8 and how: one plan, read by training, export and rollout. No torch here."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.config.root import Config
+from e2e_fp8.config.validation import BLOCK, linear_modules
 
-_EDGE = 128
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class QuantizationPlan:
 
     def ignored_layers(self, model: ModelConfig) -> list[str]:
         """Exact names of the linear modules kept in high precision, for vLLM's ``modules_to_not_convert``."""
-        return [name for name, _, _ in hf_linear_modules(model) if not self.is_fp8(name)]
+        return [name for name, _, _ in hf_modules(model) if not self.is_fp8(name)]
 
     def hf_quantization_config(self, model: ModelConfig) -> dict[str, Any]:
         """``quantization_config`` of an HF config.json."""
@@ -51,35 +51,27 @@ class QuantizationPlan:
             "quant_method": "fp8",
             "fmt": self.forward_format,
             "activation_scheme": "dynamic",
-            "weight_block_size": [_EDGE, _EDGE],
+            "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": self.ignored_layers(model),
         }
 
     def misaligned(self, model: ModelConfig) -> list[str]:
-        """FP8 modules with a dimension that is not a multiple of 128, each as ``name [N, K]``."""
-        return [f"{n} [{o}, {i}]" for n, o, i in hf_linear_modules(model) if self.is_fp8(n) and (o % _EDGE or i % _EDGE)]
+        """FP8 modules whose blocks would be cut, each as ``name [N, K]: reason``; empty when every block is whole."""
+        reasons = ((name, n, k, self._misalignment(name, n, k, model.head_dim)) for name, n, k in hf_modules(model) if self.is_fp8(name))
+        return [f"{name} [{n}, {k}]: {reason}" for name, n, k, reason in reasons if reason]
+
+    def _misalignment(self, name: str, out_features: int, in_features: int, head_dim: int) -> str | None:
+        fused = next((group for group in _FUSED if name.rpartition(".")[2] in group), None)
+        if out_features % BLOCK:
+            part = f", one of the fused {', '.join(fused)}, which share a block then" if fused else ""
+            return f"{out_features} rows are not a multiple of {BLOCK}{part}"
+        if in_features % BLOCK:
+            return f"{in_features} columns are not a multiple of {BLOCK}"
+        if self.training_fp8 and fused == _FUSED[0] and head_dim % BLOCK:
+            return f"training interleaves q, k and v by head, and head_dim {head_dim} is not a multiple of {BLOCK}"
+        return None
 
 
-def hf_linear_modules(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
-    """(HF module name, out features, in features) of every linear module."""
-    hidden = model.hidden_size
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    for layer in range(model.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "self_attn.q_proj", queries, hidden
-        yield prefix + "self_attn.k_proj", keys, hidden
-        yield prefix + "self_attn.v_proj", keys, hidden
-        yield prefix + "self_attn.o_proj", hidden, queries
-        if model.is_moe:
-            yield prefix + "mlp.gate", model.num_experts, hidden
-            for expert in range(model.num_experts):
-                yield from _swiglu(f"{prefix}mlp.experts.{expert}.", hidden, model.moe_intermediate_size)
-        else:
-            yield from _swiglu(prefix + "mlp.", hidden, model.intermediate_size)
-    yield "lm_head", model.vocab_size, hidden
-
-
-def _swiglu(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, int, int]]:
-    yield prefix + "gate_proj", width, hidden
-    yield prefix + "up_proj", width, hidden
-    yield prefix + "down_proj", hidden, width
+def hf_modules(model: ModelConfig) -> list[tuple[str, int, int]]:
+    """(HF module name, out_features, in_features) of every linear module, router and ``lm_head`` included."""
+    return list(linear_modules(model))

@@ -1,45 +1,48 @@
 """How well a tensor fits its FP8 format, as fractions."""
 
 import torch
+import torch.nn.functional as F
 
-from e2e_fp8.numerics.blockwise import Tile, expand_scale_inv, quantize_blockwise
+from e2e_fp8.numerics.blockwise import TILE_SHAPES, Tile, quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3, Fp8Format
 
 
-def tile_statistics(x_MK: torch.Tensor, fp8_format: Fp8Format, tile: Tile, *, power_2_scale: bool) -> dict[str, float]:
-    """Fractions for one matrix.
+def tile_statistics(
+    x_MK: torch.Tensor, fp8_format: Fp8Format, tile: Tile, *, power_2_scale: bool, amax_epsilon: float = 0.0
+) -> dict[str, float]:
+    """Fractions in [0, 1] for one finite matrix ``[M, K]``, float32 or bfloat16; all 0 when it is empty.
 
     Returns:
-        ``saturated``: codes at the largest magnitude, of all elements. ``subnormal``: nonzero elements with a subnormal code.
-        ``flushed``: nonzero elements whose code is zero. ``zero``: all-zero tiles, of all tiles. ``out_of_e4m3_range``: tiles with
-        a nonzero element that E4M3 at this tile's amax would flush to zero (published as the gradient tile census).
+        ``saturated``: codes at the largest magnitude, of all elements (each tile's amax is one under FP32 scales).
+        ``subnormal``: nonzero elements with a nonzero code below the smallest normal (2**-6 for E4M3, 2**-14 for E5M2).
+        ``flushed``: nonzero elements whose code is zero (at most 2**-10 after scaling for E4M3, 2**-17 for E5M2).
+        ``zero``: all-zero tiles, of all tiles.
+        ``out_of_e4m3_range``: tiles with a nonzero element that E4M3 at this tile's amax would flush, of all tiles.
     """
-    block = quantize_blockwise(x_MK, fp8_format, tile, power_2_scale=power_2_scale)
-    codes = block.codes.float().abs()
-    nonzero = x_MK != 0
-    count = nonzero.sum().clamp_min(1)
-    e4m3 = block if fp8_format is E4M3 else quantize_blockwise(x_MK, E4M3, tile, power_2_scale=power_2_scale)
-    lost = torch.zeros_like(e4m3.scale_inv)
-    lost_elements = (nonzero & (e4m3.codes.float() == 0)).float()
-    alive = torch.zeros_like(lost)
-    for counter, elements in ((lost, lost_elements), (alive, nonzero.float())):
-        counter.copy_(_tile_sums(elements, counter.shape))
+    if not x_MK.numel():
+        return dict.fromkeys(("saturated", "subnormal", "flushed", "zero", "out_of_e4m3_range"), 0.0)
+    block = quantize_blockwise(x_MK, fp8_format, tile, power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    e4m3 = block
+    if fp8_format is not E4M3:
+        e4m3 = quantize_blockwise(x_MK, E4M3, tile, power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    # Magnitudes order as their codes, so bytes are compared and nothing is decoded.
+    code = block.codes.view(torch.uint8) & 0x7F
+    largest = torch.tensor(fp8_format.max_value).to(fp8_format.dtype).view(torch.uint8)
+    smallest_normal = torch.tensor(fp8_format.min_normal).to(fp8_format.dtype).view(torch.uint8)
+    nonzero = x_MK.detach() != 0
+    count = max(int(nonzero.sum()), 1)
+    lost = nonzero & ((e4m3.codes.view(torch.uint8) & 0x7F) == 0)
     return {
-        "saturated": float((codes == fp8_format.max_value).float().mean()),
-        "subnormal": float(((codes > 0) & (codes < fp8_format.min_normal)).sum() / count),
-        "flushed": float((nonzero & (codes == 0)).sum() / count),
-        "zero": float((alive == 0).float().mean()),
-        "out_of_e4m3_range": float((lost > 0).float().mean()),
+        "saturated": float((code == largest.to(code.device)).sum()) / code.numel(),
+        "subnormal": float(((code > 0) & (code < smallest_normal.to(code.device))).sum()) / count,
+        "flushed": float((nonzero & (code == 0)).sum()) / count,
+        "zero": 1.0 - float(_any_in_tile(nonzero, tile).float().mean()),
+        "out_of_e4m3_range": float(_any_in_tile(lost, tile).float().mean()),
     }
 
 
-def _tile_sums(elements: torch.Tensor, grid: torch.Size) -> torch.Tensor:
-    """Sum of ``[M, K]`` over each tile of a ``[m, k]`` grid."""
-    rows, columns = elements.shape
-    height, width = -(-rows // grid[0]) if grid[0] != rows else 1, -(-columns // grid[1]) if grid[1] != columns else 1
-    height, width = (128 if height > 1 else 1), (128 if width > 1 else 1)
-    padded = torch.nn.functional.pad(elements, (0, grid[1] * width - columns, 0, grid[0] * height - rows))
-    return padded.view(grid[0], height, grid[1], width).sum(dim=(1, 3))
-
-
-__all__ = ["expand_scale_inv", "tile_statistics"]
+def _any_in_tile(elements_MK: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """bool per tile: whether any element of it is true; missing elements of ragged tiles are false."""
+    (rows, columns), (height, width) = elements_MK.shape, TILE_SHAPES[tile]
+    padded = F.pad(elements_MK, (0, -columns % width, 0, -rows % height))
+    return padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).any(3).any(1)

@@ -1,7 +1,7 @@
-"""One process with one real vLLM engine on the CPU; records what it did for the tests to judge.
+"""One process with one real vLLM engine; records what it did for the tests to judge.
 
-Usage: ``python rollout_engine_process.py {qwen3|qwen3_moe} {fp8|bf16} {fp32|pow2} OUT_DIR``. vLLM allows one engine of a kind in a
-process, so the tests start this file once for each model.
+Usage: ``python rollout_engine_process.py {qwen3|qwen3_moe} {fp8|bf16} {fp32|pow2} {cpu|cuda} OUT_DIR``. vLLM allows one
+engine of a kind in a process, so the tests start this file once for each model.
 """
 
 import json
@@ -82,16 +82,16 @@ def refusal(call) -> str:
 
 
 def live(engine: VllmEngine) -> dict[str, torch.Tensor]:
-    return {entry.name: entry.tensor.clone() for entry in engine.read_back()}
+    return {entry.name: entry.tensor.cpu().clone() for entry in engine.read_back()}
 
 
-def main(architecture: str, precision: str, scale_format: str, out: Path) -> None:
+def main(architecture: str, precision: str, scale_format: str, device: str, out: Path) -> None:
     cfg = Config.model_validate(
         {
             "model": {"architecture": architecture},
             "numerics": {"training_precision": precision, "rollout_precision": precision, "scale_format": scale_format},
             "rollout": {"temperature": TEMPERATURE, "max_response_tokens": 12, "max_model_len": 64, "max_num_seqs": 32},
-            "run": {"backend": "cpu", "seed": 3},
+            "run": {"backend": device, "seed": 3},
         }
     )
     model_dir = out / "model"
@@ -136,4 +136,4 @@ def main(architecture: str, precision: str, scale_format: str, out: Path) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    main(*sys.argv[1:5], Path(sys.argv[5]))

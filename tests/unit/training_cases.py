@@ -6,7 +6,6 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 from typing import Any
 
-import pytest
 import torch
 
 from e2e_fp8.config.root import Config
@@ -15,7 +14,9 @@ from e2e_fp8.types import PackedBatch, TokenStats
 VOCAB = 64
 
 
-def small_config(architecture: str = "qwen3_moe", precision: str = "fp8", *, numerics: dict[str, Any] | None = None, **model: Any) -> Config:
+def small_config(
+    architecture: str = "qwen3_moe", precision: str = "fp8", *, numerics: dict[str, Any] | None = None, **model: Any
+) -> Config:
     """Two layers of width 128 on the CPU."""
     fields = {
         "architecture": architecture,
@@ -30,7 +31,7 @@ def small_config(architecture: str = "qwen3_moe", precision: str = "fp8", *, num
     return Config.model_validate(
         {
             "model": fields,
-            "numerics": {"training_precision": precision, **(numerics or {})},
+            "numerics": {"training_precision": precision, "rollout_precision": precision, **(numerics or {})},
             "run": {"backend": "cpu"},
             "training": {"weight_decay": 0.1},
         }
@@ -68,8 +69,7 @@ def trained_tokens(batches: list[PackedBatch]) -> float:
     return float(sum(b.loss_mask.sum() for b in batches))
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
+def fresh_generator() -> torch.Generator:
     """Fresh inputs every run; the seed is printed when a test fails."""
     fresh = torch.Generator()
     print("seed", fresh.seed())

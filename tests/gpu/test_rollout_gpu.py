@@ -1,0 +1,67 @@
+"""The rollout engine on a Hopper GPU: delivered bytes stay as they are, and log-probs agree with the slow reference."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from references.qwen3_reference import forward
+
+pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).resolve().parents[1]
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module", params=[("qwen3_moe", "fp8"), ("qwen3", "fp8"), ("qwen3_moe", "bf16")], ids="-".join)
+def run(request, tmp_path_factory) -> dict:
+    """What the engine process recorded, for one model."""
+    out = tmp_path_factory.mktemp("engine")
+    command = [sys.executable, str(TESTS / "unit" / "rollout_engine_process.py"), *request.param, "fp32", "cuda", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return torch.load(out / "result.pt", weights_only=False) | {"precision": request.param[1]}
+
+
+@pytest.mark.parametrize(("live", "delivered"), [("live_first", "first"), ("live_second", "second"), ("live_disk", "first")])
+def test_live_bytes_are_the_delivered_bytes(run, live, delivered):
+    assert bool(run[live]) == (run["precision"] == "fp8")
+    scales = {name for name in run[delivered] if name.endswith("_scale_inv")}
+    assert set(run[live]) == scales | {name.removesuffix("_scale_inv") for name in scales}
+    for name, tensor in run[live].items():
+        assert torch.equal(tensor.view(torch.uint8), run[delivered][name].view(torch.uint8)), name
+
+
+def test_samples_follow_the_weights(run):
+    first, second, disk = (
+        [(s["response_token_ids"], s["policy_version"]) for s in run[f"samples_{key}"]] for key in ("first", "second", "disk")
+    )
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in disk]
+    assert [tokens for tokens, _ in first] != [tokens for tokens, _ in second]
+    assert {version for _, version in first + second + disk} == {1, 2, 4}
+
+
+def test_log_probs_and_routing_agree_with_reference(run):
+    differences, routed, total = [], 0, 0
+    for sample in run["samples_first"]:
+        prompt, response = list(sample["prompt"]), list(sample["response_token_ids"])
+        logits, experts = forward(run["config"], run["first"], (prompt + response)[:-1])
+        expected = (logits / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
+        differences.append(torch.tensor(sample["rollout_log_probs"]) - expected)
+        if experts is not None:
+            recorded = torch.from_numpy(sample["routed_experts"].astype("int64"))
+            assert recorded.shape == experts.shape
+            routed += int((recorded.sort(-1).values == experts.sort(-1).values).all(-1).sum())
+            total += experts.shape[0] * experts.shape[1]
+    difference = torch.cat(differences)
+    assert difference.abs().mean() < 0.06
+    assert difference.mean().abs() < 0.02
+    assert routed >= 0.95 * total
+
+
+def test_refusals_name_the_cause(run):
+    assert run["missing"].startswith("EngineError: Weight update refused, nothing was written")
+    assert run["too_long"].startswith("DataError: Prompt 'too-long'")
+    assert "wedged: generation of 4 x 4 samples" in run["wedged"]
