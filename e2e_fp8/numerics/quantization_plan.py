@@ -43,7 +43,7 @@ class QuantizationPlan:
 
     def ignored_layers(self, model: ModelConfig) -> list[str]:
         """Exact names of the linear modules kept in high precision, for vLLM's ``modules_to_not_convert``."""
-        return [name for name, _, _ in hf_modules(model) if not self.is_fp8(name)]
+        return [name for name, _, _ in hf_linear_modules(model) if not self.is_fp8(name)]
 
     def hf_quantization_config(self, model: ModelConfig) -> dict[str, Any]:
         """``quantization_config`` of an HF config.json."""
@@ -57,8 +57,12 @@ class QuantizationPlan:
 
     def misaligned(self, model: ModelConfig) -> list[str]:
         """FP8 modules whose blocks would be cut, each as ``name [N, K]: reason``; empty when every block is whole."""
-        reasons = ((name, n, k, self._misalignment(name, n, k, model.head_dim)) for name, n, k in hf_modules(model) if self.is_fp8(name))
-        return [f"{name} [{n}, {k}]: {reason}" for name, n, k, reason in reasons if reason]
+        found = []
+        for name, out_features, in_features in hf_linear_modules(model):
+            reason = self._misalignment(name, out_features, in_features, model.head_dim) if self.is_fp8(name) else None
+            if reason:
+                found.append(f"{name} [{out_features}, {in_features}]: {reason}")
+        return found
 
     def _misalignment(self, name: str, out_features: int, in_features: int, head_dim: int) -> str | None:
         fused = next((group for group in _FUSED if name.rpartition(".")[2] in group), None)
@@ -72,6 +76,6 @@ class QuantizationPlan:
         return None
 
 
-def hf_modules(model: ModelConfig) -> list[tuple[str, int, int]]:
+def hf_linear_modules(model: ModelConfig) -> list[tuple[str, int, int]]:
     """(HF module name, out_features, in_features) of every linear module, router and ``lm_head`` included."""
     return list(linear_modules(model))

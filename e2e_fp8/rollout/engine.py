@@ -18,6 +18,9 @@ from e2e_fp8.rollout.environment import apply_environment
 from e2e_fp8.rollout.sampling import check_prompts, length_at_stop, request_seed
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
+_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer type of each element size: tensors are moved as bytes, whatever they hold."""
+
 
 def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for a run; a pure function of its inputs."""
@@ -206,11 +209,42 @@ class VllmEngine:
                 raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
             delivered[entry.name] = entry.tensor.detach()
         check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
+        if self._in_place:
+            self._copy_in_place(delivered, policy_version)
+            return
         token = post(list(delivered.items()))
         try:
             self._update({"token": token}, policy_version)
         finally:
             discard(token)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether live parameters have the checkpoint's layout, so that a copy into them is the whole update.
+
+        True for block FP8 on Hopper, where vLLM's processing after loading changes nothing (the receipt checks it); the CPU
+        build repacks BF16 layers, and BF16 experts may be shuffled on a GPU.
+        """
+        return self.device == "cuda" and "quantization_config" in self.hf_config
+
+    def _copy_in_place(self, delivered: dict[str, torch.Tensor], policy_version: int) -> None:
+        """Write every tensor into the engine's own storage: no allocation, addresses kept, CUDA graphs stay valid."""
+
+        def transfer() -> None:
+            parameters = self._parameters()
+            targets = [slot.view(parameters) for slot in self.layout]
+            sources = [delivered[slot.name] for slot in self.layout]
+            for element_bytes in sorted({t.element_size() for t in targets}):
+                raw = _RAW_DTYPES[element_bytes]
+                chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
+                torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])
+            torch.cuda.synchronize()
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
+
+        self.policy_version = None
+        self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
+        self.policy_version = policy_version
 
     def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> None:
         """As :meth:`update_weights`, from the safetensors files of ``directory``."""

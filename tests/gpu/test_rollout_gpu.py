@@ -21,7 +21,7 @@ def run(request, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("engine")
     command = [sys.executable, str(TESTS / "unit" / "rollout_engine_process.py"), *request.param, "fp32", "cuda", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out / "result.pt", weights_only=False) | {"precision": request.param[1]}
 
 

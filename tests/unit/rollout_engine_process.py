@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import UserError
 from e2e_fp8.numerics.blockwise import quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3
@@ -43,8 +44,6 @@ def hf_config(cfg: Config) -> dict:
 
 def random_weights(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
     """A full set of HF tensors; module list and quantization come from the plan, not from the rollout stage."""
-    from e2e_fp8.numerics.quantization_plan import hf_linear_modules
-
     generator, plan, m = torch.Generator().manual_seed(seed), QuantizationPlan.from_config(cfg), cfg.model
     norms = {"model.norm": m.hidden_size}
     for i in range(m.num_hidden_layers):
@@ -52,7 +51,7 @@ def random_weights(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
         norms |= {f"model.layers.{i}.self_attn.{n}": m.head_dim for n in ("q_norm", "k_norm")}
     weights = {f"{name}.weight": (1 + 0.1 * torch.randn(size, generator=generator)).bfloat16() for name, size in norms.items()}
     weights["model.embed_tokens.weight"] = torch.randn(m.vocab_size, m.hidden_size, generator=generator).bfloat16()
-    for name, rows, columns in hf_linear_modules(m):
+    for name, rows, columns in linear_modules(m):
         weight = (0.06 * torch.randn(rows, columns, generator=generator)).bfloat16()
         if plan.rollout_fp8 and plan.is_fp8(name):
             block = quantize_blockwise(weight, E4M3, "128x128", power_2_scale=plan.power_2_scale)
