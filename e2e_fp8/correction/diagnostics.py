@@ -2,21 +2,28 @@
 
 With d = lp_train - lp_rollout over trained tokens: kl = mean(-d); k3 = mean(exp(d) - d - 1), an estimate of KL(rollout, train);
 chi2_token = mean(exp(2 clip(d))) - 1; chi2_seq = mean over sequences of exp(2 clip(sum d)) - 1; log_ppl_diff = per-sequence
-mean of -d; ESS = 1 / mean((w / mean w)^2). Legend: T packed tokens, S sequences.
+mean of -d; ESS = 1 / mean((w / mean w)^2). clip is to +-20; kl, k3 and the perplexities are not clipped, so that a broken token
+shows at its full size. Source: verl ``trainer/ppo/rollout_corr_helper.py``. Legend: T packed tokens, S sequences.
 """
+
+import math
 
 import torch
 
-from e2e_fp8.correction.importance import LOG_RATIO_CLAMP, safe_log_ratio
+from e2e_fp8.correction.importance import LOG_RATIO_CLAMP, log_ratio
 
 
 def mismatch_metrics(
-    train_log_probs_T: torch.Tensor, rollout_log_probs_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, threshold: float = 2.0
+    train_log_probs_T: torch.Tensor,
+    rollout_log_probs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    threshold: float = 2.0,
 ) -> dict[str, float]:
     """Metrics of one step; computed in float64. Empty dictionary when no token is trained.
 
     ``threshold`` splits ``rollout_is_ratio_fraction_{high,low}`` (above it, below its inverse). ``rollout_is_*`` speak of the ratio
-    before truncation, clamped to exp(+-20).
+    before truncation, clamped to exp(+-20); as in verl, its std and effective sample size take it within ``[1/threshold, threshold]``.
 
     Raises:
         ValueError: shapes differ or ``cu_seqlens`` does not end at T.
@@ -26,7 +33,7 @@ def mismatch_metrics(
     trained = loss_mask_T > 0
     if not bool(trained.any()):
         return {}
-    d_T = safe_log_ratio(train_log_probs_T.double(), rollout_log_probs_T.double(), loss_mask_T)
+    d_T = log_ratio(train_log_probs_T.double(), rollout_log_probs_T.double(), loss_mask_T)
     sequence_T = torch.repeat_interleave(torch.arange(len(cu_seqlens_S1) - 1), cu_seqlens_S1.diff().cpu())
     d, sequence = d_T[trained], sequence_T[trained]
     train, rollout = train_log_probs_T.double()[trained], rollout_log_probs_T.double()[trained]
@@ -34,26 +41,28 @@ def mismatch_metrics(
 
 
 def _token_metrics(d: torch.Tensor, train: torch.Tensor, rollout: torch.Tensor, threshold: float) -> dict[str, float]:
-    ratio = d.exp()
+    ratio = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    # sorted, as a threshold below 1 puts its inverse above it
+    within = ratio.clamp(*sorted((1.0 / threshold, threshold)))
     probability_difference = (train.exp() - rollout.exp()).abs()
-    k3 = float((torch.expm1(d) - d).mean())
+    k3 = float(torch.where(d == math.inf, d, torch.expm1(d) - d).mean())
     return {
         "mismatch_kl": k3,
         "rollout_corr/k3_kl": k3,
         "rollout_corr/kl": float((-d).mean()),
-        "rollout_corr/chi2_token": float((2 * d).exp().mean() - 1),
+        "rollout_corr/chi2_token": float((ratio**2).mean() - 1),
         "rollout_corr/rollout_is_mean": float(ratio.mean()),
-        "rollout_corr/rollout_is_std": float(ratio.std(correction=0)),
+        "rollout_corr/rollout_is_std": float(within.std(correction=0)),
         "rollout_corr/rollout_is_min": float(ratio.min()),
         "rollout_corr/rollout_is_max": float(ratio.max()),
-        "rollout_corr/rollout_is_eff_sample_size": float(1.0 / ((ratio / ratio.mean()) ** 2).mean()),
+        "rollout_corr/rollout_is_eff_sample_size": float(1.0 / ((within / within.mean()) ** 2).mean()),
         "rollout_corr/rollout_is_ratio_fraction_high": float((ratio > threshold).double().mean()),
         "rollout_corr/rollout_is_ratio_fraction_low": float((ratio < 1.0 / threshold).double().mean()),
         "train_rollout_logprob_abs_diff/mean": float(d.abs().mean()),
         "train_rollout_logprob_abs_diff/max": float(d.abs().max()),
         "training/rollout_probs_diff_mean": float(probability_difference.mean()),
         "training/rollout_probs_diff_max": float(probability_difference.max()),
-        "training/rollout_probs_diff_std": float(probability_difference.std(correction=0)),
+        "training/rollout_probs_diff_std": float(probability_difference.std()) if len(d) > 1 else 0.0,
     }
 
 

@@ -21,10 +21,13 @@ class RolloutCorrection:
     """float32 ``[T]``: 1 where the bound was active on a trained token."""
 
 
-def safe_log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:
-    """``numerator - denominator`` on trained tokens, 0 elsewhere, clamped to +-20.
+def log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:
+    """``numerator - denominator`` on trained tokens, 0 elsewhere.
 
     Two equal infinities give 0; a nan on a trained token is kept, so that it is seen and not hidden.
+
+    Raises:
+        ValueError: shapes differ.
     """
     if not numerator_T.shape == denominator_T.shape == loss_mask_T.shape:
         raise ValueError(f"shapes differ: {tuple(numerator_T.shape)}, {tuple(denominator_T.shape)}, {tuple(loss_mask_T.shape)}")
@@ -33,8 +36,12 @@ def safe_log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_
     denominator = torch.where(trained, denominator_T, torch.zeros_like(denominator_T))
     # only for equal infinities: a finite log ratio of exactly 0, the on-policy case, must keep its gradient
     both_infinite = torch.isinf(numerator) & (numerator == denominator)
-    difference = torch.where(both_infinite, torch.zeros_like(numerator), numerator - denominator)
-    return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.where(both_infinite, torch.zeros_like(numerator), numerator - denominator)
+
+
+def safe_log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:
+    """``log_ratio`` clamped to +-20; no gradient where the clamp acts."""
+    return log_ratio(numerator_T, denominator_T, loss_mask_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
 def token_truncated_weights(
@@ -48,6 +55,8 @@ def token_truncated_weights(
     if threshold <= 0:
         raise ValueError(f"threshold must be positive, got {threshold}")
     with torch.no_grad():
+        trained = loss_mask_T > 0
         ratio = torch.exp(safe_log_ratio(old_log_probs_T, rollout_log_probs_T, loss_mask_T))
-        truncated = ((ratio > threshold) & (loss_mask_T > 0)).float()
-        return RolloutCorrection(weights=ratio.clamp_max(threshold), truncated=truncated)
+        # a bound below 1 must not reach the tokens outside the mask
+        weights = torch.where(trained, ratio.clamp_max(threshold), torch.ones_like(ratio))
+        return RolloutCorrection(weights=weights, truncated=((ratio > threshold) & trained).float())

@@ -1,7 +1,7 @@
 """Block quantization, code for code and scale for scale what Transformer Engine's Hopper kernels write.
 
     amax = max |x| over the tile in FP32, NaN ignored
-    quant_scale = FMAX / amax  (round to nearest); 1 where amax is 0 or inf; the input dtype's largest finite value on overflow
+    quant_scale = FMAX / amax  (round to nearest); 1 where amax is 0 or inf; the input dtype's largest value in place of an inf
     power of two: the mantissa of quant_scale is cleared
     scale_inv = 1 / quant_scale;  code = round-to-nearest-even(clamp(x * quant_scale, -FMAX, FMAX)); NaN has one code, 0x7F
 
@@ -78,7 +78,8 @@ def _quant_scale(
 ) -> torch.Tensor:
     """float32 multiplier of each tile from its float32 ``amax``, which holds no NaN."""
     amax = amax.clamp_min(amax_epsilon)
-    quant_scale = (torch.full_like(amax, fp8_format.max_value) / amax).clamp_max(torch.finfo(input_dtype).max)
+    quant_scale = torch.full_like(amax, fp8_format.max_value) / amax
+    quant_scale = torch.where(quant_scale.isinf(), torch.finfo(input_dtype).max, quant_scale)
     quant_scale = torch.where((amax == 0) | amax.isinf(), 1.0, quant_scale)
     if power_2_scale:
         quant_scale = (quant_scale.view(torch.int32) & -0x800000).view(torch.float32)

@@ -80,7 +80,9 @@ def _tile_quant_scale(amax, fmax, overflow, power_2_scale, epsilon):
     amax = max(amax, epsilon)
     quant_scale = np.float32(1)
     if amax != np.float32(0) and amax != np.float32(np.inf):
-        quant_scale = min(np.float32(fmax / amax), overflow)
+        quant_scale = np.float32(fmax / amax)
+        if quant_scale == np.float32(np.inf):
+            quant_scale = overflow
     if power_2_scale:
         quant_scale = _f32_of(_bits_of(quant_scale) & -0x800000)
     return quant_scale

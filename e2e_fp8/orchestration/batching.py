@@ -19,6 +19,15 @@ class _Row:
     advantage: float
     rollout_log_probs: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        # either would shift every later entry of the packed arrays
+        if not self.prompt_length:
+            raise DataError(f"prompt {self.uid} has no tokens, so nothing predicts its first response token; remove it from the data set.")
+        if len(self.rollout_log_probs) != len(self.tokens) - self.prompt_length:
+            raise ValueError(
+                f"prompt {self.uid}: {len(self.rollout_log_probs)} log-probs for {len(self.tokens) - self.prompt_length} response tokens"
+            )
+
 
 def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
     """Rows in order, cut into bins of at most ``max_tokens`` tokens."""
@@ -70,11 +79,14 @@ def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
     )
 
 
-def pack_samples(samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
+def pack_samples(
+    samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str
+) -> list[PackedBatch]:
     """Micro-batches of whole sequences, in sample order.
 
     Raises:
-        DataError: one sequence is longer than ``max_tokens``; names its prompt.
+        DataError: one sequence is longer than ``max_tokens``, or a prompt has no tokens; names the prompt.
+        ValueError: a sample has not one log-prob for each response token.
     """
     rows = [
         _Row(

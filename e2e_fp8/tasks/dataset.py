@@ -40,7 +40,9 @@ def load_task(cfg: Config) -> Task:
     prompts, verifier = _reasoning_gym(cfg.task) if cfg.task.kind == "reasoning_gym" else _from_file(cfg.task)
     train, held_out = _split(prompts, cfg.task)
     if cfg.task.tokenizer == "auto":
-        tokenizer = train_tokenizer((t for p in train for t in (p.text, p.answer)), cfg.model.vocab_size)
+        tokenizer = train_tokenizer(
+            (t for p in train for t in (p.text, p.answer)), cfg.model.vocab_size, alphabet_of=(p.text for p in held_out)
+        )
     else:
         tokenizer = load_tokenizer(Path(cfg.task.tokenizer))
     limit = cfg.rollout.max_model_len - cfg.rollout.max_response_tokens
@@ -89,11 +91,12 @@ def _reasoning_gym(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
     size = 2 * (task.train_size + task.held_out_size)
     try:
         data = reasoning_gym.create_dataset(task.name, **{"size": size, "seed": task.seed, **task.params})
-        entries = [data[i] for i in range(size)]
+        entries = [data[i] for i in range(len(data))]
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"task.name {task.name} with task.params {task.params}: reasoning-gym refuses them ({error}).") from error
     prompts = [
-        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=str(e["answer"]), metadata={"entry": e}) for i, e in enumerate(entries)
+        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=str(e["answer"]), metadata={"entry": e})
+        for i, e in enumerate(entries)
     ]
     return prompts, lambda prompt, response: data.score_answer(answer=response.strip(), entry=prompt.metadata["entry"])
 
@@ -111,7 +114,13 @@ def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
                 raise DataError(f"{where} has no column {column!r}; it has {sorted(row)}. Set task.prompt_field and task.answer_field.")
         extra = {k: v for k, v in row.items() if k not in (task.prompt_field, task.answer_field)}
         prompts.append(
-            Prompt(uid=f"{path.name}:{len(prompts)}", text=str(row[task.prompt_field]), token_ids=(), answer=str(row[task.answer_field]), metadata=extra)
+            Prompt(
+                uid=f"{path.name}:{len(prompts)}",
+                text=str(row[task.prompt_field]),
+                token_ids=(),
+                answer=str(row[task.answer_field]),
+                metadata=extra,
+            )
         )
     return prompts, lambda prompt, response: float(response.strip() == prompt.answer.strip())
 
@@ -123,13 +132,18 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowInvalid, OSError) as error:
             raise DataError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
         yield from ((f"{path} row {i}", row) for i, row in enumerate(rows))
         return
     if path.suffix not in (".jsonl", ".json"):
         raise DataError(f"task.path: {path} is neither .jsonl nor .parquet.")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"task.path: {path} cannot be read as UTF-8 text: {error}.") from error
+    # not splitlines: a JSON string may hold U+2028 and its like
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -12,10 +12,16 @@ RewardFunction = Callable[[Prompt, str], float]
 
 
 def math_reward(prompt: Prompt, response_text: str) -> float:
-    """1.0 when math-verify finds the response's final expression equal to the reference answer, else 0.0."""
+    """1.0 when math-verify finds the response's final expression equal to the reference answer, else 0.0.
+
+    Raises:
+        ValueError: math-verify finds no expression in the reference answer, so no response could ever be right.
+    """
     from math_verify import parse, verify
 
     reference = parse(f"${prompt.answer}$", parsing_timeout=None)
+    if not reference:
+        raise ValueError(f"no mathematical expression in the reference answer {prompt.answer!r}")
     return 1.0 if verify(reference, parse(response_text, parsing_timeout=None), timeout_seconds=None) else 0.0
 
 
@@ -29,7 +35,11 @@ def user_reward(import_path: str) -> RewardFunction:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"task.reward: {import_path} cannot be imported ({error}); give package.module:function on the Python path.") from error
+        raise ConfigError(
+            f"task.reward: {import_path} cannot be imported ({error}); give package.module:function on the Python path."
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"task.reward: {import_path} is a {type(function).__name__}, not a function; give package.module:function.")
     return lambda prompt, response: function(prompt.text, response, prompt.answer, prompt.metadata)
 
 
@@ -46,5 +56,7 @@ def strict_score(reward: RewardFunction, prompt: Prompt, response_text: str) -> 
             f"the reward of prompt {prompt.uid} raised {type(error).__name__}: {error} (response {response_text[:60]!r}); fix the reward function."
         ) from error
     if not math.isfinite(value):
-        raise DataError(f"the reward of prompt {prompt.uid} is {value} (response {response_text[:60]!r}); a reward must be a finite number.")
+        raise DataError(
+            f"the reward of prompt {prompt.uid} is {value} (response {response_text[:60]!r}); a reward must be a finite number."
+        )
     return value

@@ -21,8 +21,10 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "HfTokenizer":
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, alphabet_of: Iterable[str] = ()) -> "HfTokenizer":
     """Byte-pair encoding of ``texts`` with every digit its own token, so that a task's constant wording becomes few tokens.
+
+    Characters of ``alphabet_of`` get a token too, but add no merges. Text that spells a special token stays text.
 
     Raises:
         DataError: ``vocab_size`` is smaller than the number of distinct characters plus three special tokens.
@@ -32,9 +34,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "HfTokenizer":
     from transformers import PreTrainedTokenizerFast
 
     corpus = list(texts)
-    alphabet = sorted({character for text in corpus for character in text})
+    alphabet = sorted({character for text in (*corpus, *alphabet_of) for character in text})
     if len(alphabet) + 3 > vocab_size:
-        raise DataError(f"model.vocab_size {vocab_size} is too small: the task's text has {len(alphabet)} distinct characters; set at least {len(alphabet) + 3}.")
+        raise DataError(
+            f"model.vocab_size {vocab_size} is too small: the task's text has {len(alphabet)} distinct characters; set at least {len(alphabet) + 3}."
+        )
     raw = RawTokenizer(models.BPE(unk_token=UNK))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
     raw.decoder = decoders.Fuse()
@@ -48,7 +52,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "HfTokenizer":
         max_token_length=96,
     )
     raw.train_from_iterator(corpus, trainer)
-    return HfTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNK))
+    return HfTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNK, split_special_tokens=True)
+    )
 
 
 def load_tokenizer(path: Path) -> "HfTokenizer":

@@ -77,7 +77,8 @@ def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cfg: ModelConfig
 def fuse(megatron_name: str, parts: list[torch.Tensor], cfg: ModelConfig) -> torch.Tensor:
     """One Megatron parameter from its HF parts, in the order of ``hf_sources``."""
     if megatron_name.endswith("linear_qkv.weight"):
-        return fuse_qkv(*parts, cfg)
+        q, k, v = parts
+        return fuse_qkv(q, k, v, cfg)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -1,5 +1,6 @@
 """Block quantizer: recorded Transformer Engine bytes, an independent reference, and properties."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from safetensors.torch import load_file
 from e2e_fp8.numerics.blockwise import BlockScaled, dequantize_blockwise, expand_scale_inv, quantize_blockwise, quantize_with_torch
 from e2e_fp8.numerics.formats import E4M3, E5M2, fp8_format_of
 from e2e_fp8.numerics.metrics import assert_bitwise_equal
-from tests.references import blockwise_reference as reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from references import blockwise_reference as reference
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "te_blockwise_quantizer_h200.safetensors")
 FORMATS = (E4M3, E5M2)

@@ -166,7 +166,7 @@ def test_fp8_forward_differs_from_bf16_but_not_much(generator):
     fp8 = MegatronEngine(small_config("qwen3", "fp8")).token_stats([batch])[0].log_probs
     bf16 = MegatronEngine(small_config("qwen3", "bf16")).token_stats([batch])[0].log_probs
     difference = (fp8 - bf16).abs()
-    assert 1e-5 < difference.mean() < 0.05
+    assert 1e-5 < difference.mean() < 0.2
 
 
 def test_stale_codes_are_refused(generator):
