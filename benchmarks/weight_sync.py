@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from e2e_fp8.config.load import load_config
-from e2e_fp8.orchestration.session import open_session
-from e2e_fp8.orchestration.weight_sync import exported_tensors
+from e2e_fp8.orchestration.environment import prepare
 
 
 def timed(function, device, rounds: int) -> list[float]:
@@ -39,8 +38,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     args = parser.parse_args()
-    cfg = load_config(Path(args.config), args.overrides)
+    cfg = prepare(load_config(Path(args.config), args.overrides))
+    # the environment must be set before these import the engines
     import torch
+
+    from e2e_fp8.orchestration.session import open_session
+    from e2e_fp8.orchestration.weight_sync import exported_tensors
 
     with tempfile.TemporaryDirectory() as scratch:
         session = open_session(cfg, Path(scratch) / "model")

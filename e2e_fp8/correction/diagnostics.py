@@ -30,13 +30,13 @@ def mismatch_metrics(
     """
     if int(cu_seqlens_S1[-1]) != train_log_probs_T.numel():
         raise ValueError(f"cu_seqlens ends at {int(cu_seqlens_S1[-1])}, not at {train_log_probs_T.numel()} tokens")
-    trained = loss_mask_T > 0
+    train_T, rollout_T = train_log_probs_T.detach().double().cpu(), rollout_log_probs_T.detach().double().cpu()
+    trained = loss_mask_T.cpu() > 0
+    d_T = log_ratio(train_T, rollout_T, trained)
     if not bool(trained.any()):
         return {}
-    d_T = log_ratio(train_log_probs_T.double(), rollout_log_probs_T.double(), loss_mask_T)
     sequence_T = torch.repeat_interleave(torch.arange(len(cu_seqlens_S1) - 1), cu_seqlens_S1.diff().cpu())
-    d, sequence = d_T[trained], sequence_T[trained]
-    train, rollout = train_log_probs_T.double()[trained], rollout_log_probs_T.double()[trained]
+    d, sequence, train, rollout = d_T[trained], sequence_T[trained], train_T[trained], rollout_T[trained]
     return _token_metrics(d, train, rollout, threshold) | _sequence_metrics(d, train, rollout, sequence)
 
 

@@ -1,6 +1,7 @@
 """Error metrics and byte digests."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,21 +19,34 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     wrapping 64-bit arithmetic, then summed. Dtype and shape do not enter, the number of bytes does. Guards against faults,
     not against forgery.
     """
+    return tensor_digests([tensor])[0]
+
+
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """:func:`tensor_digest` of each, with one wait for the device in all instead of one for each tensor."""
+    if not tensors:
+        return []
+    sums = torch.stack([_word_sum(tensor) for tensor in tensors]).tolist()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return [(total + size * _MIX) & ((1 << 64) - 1) for total, size in zip(sums, sizes, strict=True)]
+
+
+def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 scalar: the wrapping sum of the mixed words, on the tensor's device."""
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    size = raw.numel()
-    if size % 4 or raw.storage_offset() % 4:
+    if raw.numel() % 4 or raw.storage_offset() % 4:
         # A new tensor starts aligned, as the view of 32-bit words needs.
-        raw = torch.cat([raw, raw.new_zeros(-size % 4)])
+        raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 4)])
     words = raw.view(torch.int32)
-    total = size * _MIX
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         chunk = words[start : start + _WORDS_AT_ONCE]
         mixed = torch.arange(start + 1, start + 1 + chunk.numel(), device=raw.device, dtype=torch.int64)
         mixed.mul_(_GOLDEN).add_(chunk).mul_(_MIX)
         mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN)
         mixed.bitwise_xor_(mixed >> 32)
-        total += int(mixed.sum())
-    return total & ((1 << 64) - 1)
+        total += mixed.sum()
+    return total
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:

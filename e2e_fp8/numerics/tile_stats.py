@@ -36,8 +36,8 @@ def tile_statistics(
         "saturated": float((code == largest.to(code.device)).sum()) / code.numel(),
         "subnormal": float(((code > 0) & (code < smallest_normal.to(code.device))).sum()) / count,
         "flushed": float((nonzero & (code == 0)).sum()) / count,
-        "zero": 1.0 - float(_any_in_tile(nonzero, tile).float().mean()),
-        "out_of_e4m3_range": float(_any_in_tile(lost, tile).float().mean()),
+        "zero": 1.0 - float(_any_in_tile(nonzero, tile).double().mean()),
+        "out_of_e4m3_range": float(_any_in_tile(lost, tile).double().mean()),
     }
 
 

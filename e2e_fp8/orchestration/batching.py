@@ -1,7 +1,12 @@
-"""Sequences to packed micro-batches and back."""
+"""Sequences to packed micro-batches and back.
+
+Packing is next-fit in sample order, so that the order of sequences over the list of micro-batches is the order of the samples and
+the same samples always give the same micro-batches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -36,8 +41,8 @@ def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
     for row in rows:
         if len(row.tokens) > max_tokens:
             raise DataError(
-                f"prompt {row.uid} with its response has {len(row.tokens)} tokens, more than training.max_tokens_per_microbatch {max_tokens}; "
-                "raise that field or shorten rollout.max_response_tokens."
+                f"prompt {row.uid} with its response has {len(row.tokens)} tokens, more than training.max_tokens_per_microbatch "
+                f"{max_tokens}; raise that field or shorten rollout.max_response_tokens."
             )
         if used + len(row.tokens) > max_tokens:
             bins.append([])
@@ -66,15 +71,15 @@ def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
         advantages += [0.0] * silent + [row.advantage] * response + [0.0]
         rollout += [0.0] * silent + list(row.rollout_log_probs) + [0.0]
         boundaries.append(len(tokens))
-    mask_T = torch.tensor(mask, device=device)
+    mask_T = torch.tensor(mask, dtype=torch.float32, device=device)
     return PackedBatch(
-        token_ids=torch.tensor(tokens, device=device),
-        position_ids=torch.tensor(positions, device=device),
+        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        position_ids=torch.tensor(positions, dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor(boundaries, dtype=torch.int32, device=device),
-        targets=torch.tensor(targets, device=device),
+        targets=torch.tensor(targets, dtype=torch.int64, device=device),
         loss_mask=mask_T,
-        advantages=torch.tensor(advantages, device=device),
-        rollout_log_probs=torch.tensor(rollout, device=device),
+        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        rollout_log_probs=torch.tensor(rollout, dtype=torch.float32, device=device),
         old_log_probs=torch.zeros_like(mask_T),
     )
 
@@ -126,3 +131,34 @@ def with_old_log_probs(batch: PackedBatch, log_probs_T: torch.Tensor) -> PackedB
     """The batch with the trainer's own log-probs before the update, 0 outside the loss mask."""
     trained = batch.loss_mask > 0
     return replace(batch, old_log_probs=torch.where(trained, log_probs_T.detach().float(), torch.zeros_like(batch.loss_mask)))
+
+
+def response_values(batches: Sequence[PackedBatch], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Per-token arrays ``[T]`` of each micro-batch, cut back to one array ``[R]`` for each sequence, in sample order.
+
+    Raises:
+        ValueError: an array has not one value for each packed token.
+    """
+    rows = []
+    for batch, values_T in zip(batches, values, strict=True):
+        if values_T.shape != batch.loss_mask.shape:
+            raise ValueError(f"values {tuple(values_T.shape)} and loss mask {tuple(batch.loss_mask.shape)} differ")
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            rows.append(values_T[start:end][batch.loss_mask[start:end] > 0])
+    return rows
+
+
+def minibatch_slices(group_ids: Sequence[int], count: int) -> list[slice]:
+    """``count`` consecutive runs of samples with as equal a number of groups as possible; a group is never split.
+
+    Raises:
+        ValueError: a group's samples are not consecutive, or there are fewer groups than ``count``.
+    """
+    starts = [i for i, group in enumerate(group_ids) if i == 0 or group != group_ids[i - 1]]
+    if len(starts) != len(set(group_ids)):
+        raise ValueError("the samples of a group are not consecutive")
+    if not 1 <= count <= len(starts):
+        raise ValueError(f"cannot cut {len(starts)} groups into {count} mini-batches")
+    bounds = [*starts, len(group_ids)]
+    cuts = [bounds[len(starts) * i // count] for i in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(cuts)]

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.observability.metrics import truncate_jsonl
 from e2e_fp8.observability.progress import Progress, print_summary
 from e2e_fp8.observability.report import write_report
 from e2e_fp8.observability.timers import PhaseTimer
@@ -27,6 +28,7 @@ from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
 from e2e_fp8.orchestration.run_folder import RunFolder
 from e2e_fp8.orchestration.session import Session, open_session
 from e2e_fp8.orchestration.warm_start import warm_start
+from e2e_fp8.orchestration.weight_sync import SyncReport
 
 
 class Interrupted(KeyboardInterrupt):
@@ -83,8 +85,8 @@ class Run:
         self.seconds_before = float(state["seconds"])
         if state.get("reference") is not None:
             self.session.make_reference(state["reference"])
-        for name in ("receipts.jsonl", "samples.jsonl"):
-            self.folder.truncate_after(name, self.global_step)
+        for name in ("receipts.jsonl", "samples.jsonl", "evaluations.jsonl"):
+            truncate_jsonl(self.folder.root / name, self.global_step)
 
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
@@ -124,7 +126,7 @@ class Run:
             self.session.make_reference(self.session.trainer.state_dict())
         first = self.global_step - self.warm_steps
         self.progress.note("starting the rollout engine")
-        self._record_sync(self.session.sync())
+        self._record_sync(self.session.sync(), self.global_step)
         if first == 0 and self.cfg.run.eval_interval:
             self._log_start()
         for step in range(first, self.cfg.run.steps):
@@ -141,7 +143,7 @@ class Run:
         last = step + 1 == self.cfg.run.steps
         evaluated = self._due(self.cfg.run.eval_interval, step, last)
         outcome = run_step(self.session, step, timer, census=evaluated)
-        self._record_sync(outcome.sync)
+        self._record_sync(outcome.sync, self.global_step + 1)
         if evaluated:
             self._evaluate(outcome, timer)
         self.log(outcome.record)
@@ -161,12 +163,12 @@ class Run:
         for sample in outcome.samples[:4]:
             self.folder.append("samples.jsonl", {"step": step} | example_record(sample.prompt, sample, sample.reward))
 
-    def _record_sync(self, sync: Any) -> None:
+    def _record_sync(self, sync: SyncReport, step: int) -> None:
         receipt = sync.receipt
         self.folder.append(
             "receipts.jsonl",
             {
-                "step": self.global_step,
+                "step": step,
                 "policy_version": sync.policy_version,
                 "tensors": len(receipt.digests) if receipt else 0,
                 "bytes": receipt.num_bytes if receipt else 0,

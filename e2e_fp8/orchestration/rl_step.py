@@ -152,8 +152,8 @@ def _cost_metrics(samples: Sequence[Sample], batches: Sequence[PackedBatch], tim
         "sync/bytes": float(sync.num_bytes),
         "sync/seconds": sync.seconds,
         "time/receipt": sync.receipt_seconds,
-        "receipt/passed": 1.0,
-        "receipt/tensors": float(len(sync.receipt.digests)) if sync.receipt else 0.0,
     }
+    if sync.receipt is not None:
+        record |= {"receipt/passed": 1.0, "receipt/tensors": float(len(sync.receipt.digests))}
     record["time/sync"] = sync.seconds
     return record

@@ -35,13 +35,6 @@ class RunFolder:
         with open(self.root / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def truncate_after(self, name: str, step: int) -> None:
-        """Drop lines of steps after ``step``, so that a resumed run does not record them twice."""
-        path = self.root / name
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-            path.write_text("".join(line + "\n" for line in kept))
-
 
 def load_run_config(run_dir: Path) -> Config:
     """The configuration a run was started with.

@@ -6,18 +6,24 @@ routing function is applied to the same router logits here, and the result given
 
 import torch
 
+from e2e_fp8.errors import EngineError
+
 
 def capture_unquantized_cpu_routing(model: torch.nn.Module) -> None:
     """Make every monolithic unquantized MoE layer of ``model`` report its choices to vLLM's recorder."""
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     for module in model.modules():
         if not isinstance(module, MoERunner) or not module.routed_experts.quant_method.is_monolithic:
             continue
         inner, router = module.routed_experts.quant_method.apply_monolithic, module.router
+        if not isinstance(router, BaseRouter) or router.capture_fn is None:
+            raise EngineError("vLLM bound no recorder of routed experts to a router; set rollout.capture_routed_experts to false.")
+        capture = router.capture_fn
 
-        def apply_monolithic(layer, x, router_logits, input_ids=None, *, inner=inner, router=router):
+        def apply_monolithic(layer, x, router_logits, input_ids=None, *, inner=inner, capture=capture):
             _, topk_ids = select_experts(
                 hidden_states=x,
                 router_logits=router_logits,
@@ -26,7 +32,7 @@ def capture_unquantized_cpu_routing(model: torch.nn.Module) -> None:
                 renormalize=layer.renormalize,
                 scoring_func=layer.scoring_func,
             )
-            router.capture_fn(topk_ids)
+            capture(topk_ids)
             return inner(layer, x, router_logits, input_ids)
 
         module.routed_experts.quant_method.apply_monolithic = apply_monolithic

@@ -8,6 +8,8 @@ Shape legend: ``M`` tokens, ``K`` input and ``N`` output features, ``E`` experts
 an expert, ``H`` hidden size, ``A = M * k`` token-expert assignments.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from vllm.config import get_current_vllm_config
@@ -37,7 +39,8 @@ class ActivationQuantizer:
     """1x128 E4M3 quantization of activations with the engine's configured scale rounding."""
 
     def __init__(self) -> None:
-        options = (get_current_vllm_config().additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
+        additional: Any = get_current_vllm_config().additional_config or {}
+        options = additional.get(ADDITIONAL_CONFIG_KEY)
         if options is None:
             raise EngineError(
                 "Block FP8 on the CPU needs to know how activations are scaled: pass "
@@ -64,7 +67,7 @@ class CpuFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing: the live bytes are the delivered bytes."""
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
         weight = BlockScaled(layer.weight, layer.weight_scale_inv, "128x128")
         y_MN = block_scaled_matmul(self.quantize(x.reshape(-1, x.shape[-1])), weight, self.config.out_dtype)
         if bias is not None:
@@ -137,7 +140,7 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
 
-    def apply(self, layer, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None) -> torch.Tensor:
+    def apply(self, layer: Any, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None) -> torch.Tensor:
         if layer.expert_map is not None or layer.apply_router_weight_on_input:
             raise EngineError("Block FP8 experts on the CPU support neither expert parallelism nor router weights on the input.")
         w13 = BlockScaled(layer.w13_weight, layer.w13_weight_scale_inv, "128x128")
@@ -148,7 +151,7 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
 class CpuFp8Config(Fp8Config):
     """vLLM's FP8 config with experts served by :class:`CpuFp8MoEMethod`."""
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+    def get_quant_method(self, layer: Any, prefix: str):
         method = super().get_quant_method(layer, prefix)
         return CpuFp8MoEMethod(self, layer) if isinstance(method, Fp8MoEMethod) else method
 

@@ -5,6 +5,7 @@ time is up the caller gets an EngineError, the stuck thread is left behind (it i
 All calls share one thread, because OpenMP pools and inference mode belong to a thread.
 """
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class EngineThread:
         """Free text set by the running call; quoted when it times out."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+        # The interpreter ends daemon threads inside whatever they call, and native code answers with an abort.
+        atexit.register(self._finish, 10.0)
 
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -59,6 +62,11 @@ class EngineThread:
                 ) from None
             self._dead = f"{phase} failed with {type(error).__name__}: {error}"
             raise EngineError(f"The rollout engine died: {self._dead}.") from error
+
+    def _finish(self, grace_s: float) -> None:
+        """Let the thread end, waiting for the call it is in for at most ``grace_s`` seconds."""
+        self._calls.put(None)
+        self._thread.join(grace_s)
 
     def stop(self) -> None:
         """Let the thread end after the calls already given to it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.numerics.metrics import tensor_digest
+from e2e_fp8.numerics.metrics import tensor_digests
 from e2e_fp8.types import ExportedTensor
 
 _MASK64 = (1 << 64) - 1
@@ -39,15 +39,13 @@ class Manifest:
 
 def manifest_of(tensors: Iterable[ExportedTensor]) -> Manifest:
     """Digests of the receipted tensors among ``tensors``; computed on the device that holds each."""
-    digests: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    num_bytes = 0
-    for entry in tensors:
-        if is_receipted(entry):
-            digests[entry.name] = tensor_digest(entry.tensor)
-            shapes[entry.name] = tuple(entry.tensor.shape)
-            num_bytes += entry.tensor.numel() * entry.tensor.element_size()
-    return Manifest(digests=digests, shapes=shapes, num_bytes=num_bytes)
+    entries = [entry for entry in tensors if is_receipted(entry)]
+    digests = tensor_digests([entry.tensor for entry in entries])
+    return Manifest(
+        digests=dict(zip((entry.name for entry in entries), digests, strict=True)),
+        shapes={entry.name: tuple(entry.tensor.shape) for entry in entries},
+        num_bytes=sum(entry.tensor.numel() * entry.tensor.element_size() for entry in entries),
+    )
 
 
 def check_receipt(trainer: Manifest, engine: Manifest, *, policy_version: int) -> None:

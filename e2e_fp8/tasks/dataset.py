@@ -39,6 +39,8 @@ def load_task(cfg: Config) -> Task:
     """
     prompts, verifier = _reasoning_gym(cfg.task) if cfg.task.kind == "reasoning_gym" else _from_file(cfg.task)
     train, held_out = _split(prompts, cfg.task)
+    if cfg.training.warm_start.steps:
+        _require_answers(train)
     if cfg.task.tokenizer == "auto":
         tokenizer = train_tokenizer(
             (t for p in train for t in (p.text, p.answer)), cfg.model.vocab_size, alphabet_of=(p.text for p in held_out)
@@ -54,6 +56,15 @@ def load_task(cfg: Config) -> Task:
     )
 
 
+def _require_answers(prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        if not prompt.answer:
+            raise DataError(
+                f"prompt {prompt.uid} has no reference answer, which the warm start trains on; "
+                "set training.warm_start.steps to 0 or use data with answers."
+            )
+
+
 def _encoded(prompt: Prompt, tokenizer: HfTokenizer, limit: int) -> Prompt:
     token_ids = tokenizer.encode_prompt(prompt.text)
     if not token_ids:
@@ -67,14 +78,14 @@ def _encoded(prompt: Prompt, tokenizer: HfTokenizer, limit: int) -> Prompt:
 
 
 def _split(prompts: list[Prompt], task: TaskConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Distinct prompts, shuffled by the task's seed; held-out first, so that it does not depend on ``train_size``."""
+    """Distinct prompts (the last of equal texts is kept), shuffled by the task's seed; the first ones are held out."""
     distinct = list({p.text: p for p in prompts}.values())
     if not distinct:
         raise DataError(f"the data set {task.path or task.name} is empty: no prompt was found.")
     if len(distinct) <= task.held_out_size:
         raise DataError(
-            f"the data set {task.path or task.name} has {len(distinct)} distinct prompts, not enough for task.held_out_size {task.held_out_size} "
-            "and one training prompt; lower task.held_out_size or give more data."
+            f"the data set {task.path or task.name} has {len(distinct)} distinct prompts, not enough for "
+            f"task.held_out_size {task.held_out_size} and one training prompt; lower task.held_out_size or give more data."
         )
     random.Random(task.seed).shuffle(distinct)
     return distinct[task.held_out_size :][: task.train_size], distinct[: task.held_out_size]
@@ -95,10 +106,15 @@ def _reasoning_gym(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"task.name {task.name} with task.params {task.params}: reasoning-gym refuses them ({error}).") from error
     prompts = [
-        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=str(e["answer"]), metadata={"entry": e})
+        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=_text(e["answer"]), metadata={"entry": e})
         for i, e in enumerate(entries)
     ]
     return prompts, lambda prompt, response: data.score_answer(answer=response.strip(), entry=prompt.metadata["entry"])
+
+
+def _text(answer: Any) -> str:
+    """Some data sets accept many answers and name none; ``str(None)`` would become a supervised target."""
+    return "" if answer is None else str(answer)
 
 
 def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
@@ -108,14 +124,14 @@ def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
     if not path.exists():
         raise DataError(f"task.path: {path} does not exist.")
     prompts = []
-    for where, row in _rows(path):
+    for where, number, row in _rows(path):
         for column in (task.prompt_field, task.answer_field):
             if row.get(column) is None:
                 raise DataError(f"{where} has no column {column!r}; it has {sorted(row)}. Set task.prompt_field and task.answer_field.")
         extra = {k: v for k, v in row.items() if k not in (task.prompt_field, task.answer_field)}
         prompts.append(
             Prompt(
-                uid=f"{path.name}:{len(prompts)}",
+                uid=f"{path.name}:{number}",
                 text=str(row[task.prompt_field]),
                 token_ids=(),
                 answer=str(row[task.answer_field]),
@@ -125,7 +141,8 @@ def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
     return prompts, lambda prompt, response: float(response.strip() == prompt.answer.strip())
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """``(place for messages, line or row number, columns)`` of each item; lines count from 1, parquet rows from 0."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -134,7 +151,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = pyarrow.parquet.read_table(path).to_pylist()
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise DataError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
-        yield from ((f"{path} row {i}", row) for i, row in enumerate(rows))
+        yield from ((f"{path} row {i}", i, row) for i, row in enumerate(rows))
         return
     if path.suffix not in (".jsonl", ".json"):
         raise DataError(f"task.path: {path} is neither .jsonl nor .parquet.")
@@ -152,7 +169,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{path} line {number} is not JSON: {error.msg}.") from error
         if not isinstance(row, dict):
             raise DataError(f"{path} line {number} is not a JSON object.")
-        yield f"{path} line {number}", row
+        yield f"{path} line {number}", number, row
 
 
 def _reward(task: TaskConfig, verifier: RewardFunction) -> RewardFunction:

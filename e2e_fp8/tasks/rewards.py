@@ -53,7 +53,8 @@ def strict_score(reward: RewardFunction, prompt: Prompt, response_text: str) -> 
         value = float(reward(prompt, response_text))
     except Exception as error:
         raise DataError(
-            f"the reward of prompt {prompt.uid} raised {type(error).__name__}: {error} (response {response_text[:60]!r}); fix the reward function."
+            f"the reward of prompt {prompt.uid} raised {type(error).__name__}: {error} "
+            f"(response {response_text[:60]!r}); fix the reward function."
         ) from error
     if not math.isfinite(value):
         raise DataError(

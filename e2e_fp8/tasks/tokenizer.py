@@ -14,6 +14,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_token_id: int
+    pad_token_id: int
+    """The end-of-sequence token where the tokenizer has no padding token."""
 
     def encode_prompt(self, text: str) -> tuple[int, ...]: ...
     def encode_answer(self, text: str) -> tuple[int, ...]: ...
@@ -37,7 +39,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, alphabet_of: Itera
     alphabet = sorted({character for text in (*corpus, *alphabet_of) for character in text})
     if len(alphabet) + 3 > vocab_size:
         raise DataError(
-            f"model.vocab_size {vocab_size} is too small: the task's text has {len(alphabet)} distinct characters; set at least {len(alphabet) + 3}."
+            f"model.vocab_size {vocab_size} is too small: the task's text has {len(alphabet)} distinct characters; "
+            f"set at least {len(alphabet) + 3}."
         )
     raw = RawTokenizer(models.BPE(unk_token=UNK))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
@@ -81,6 +84,7 @@ class HfTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size: int = len(tokenizer)
         self.eos_token_id: int = tokenizer.eos_token_id
+        self.pad_token_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Token ids of a user prompt."""

@@ -1,4 +1,8 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300): A_i = (R_i - mean_g R) / (std_g R + eps), std unbiased as in verl."""
+"""Group-relative advantages (GRPO, arXiv 2402.03300): A_i = (R_i - mean_g R) / (std_g R + eps), std unbiased as in verl.
+
+Without the division it is Dr. GRPO's (arXiv 2503.20783) advantage. A group of one sample has no baseline and counts as degenerate;
+verl takes its reward as its advantage instead.
+"""
 
 from dataclasses import dataclass
 

@@ -5,5 +5,5 @@ import torch
 
 
 def token_sum(values_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:
-    """Sum over trained tokens; values outside the mask, nan included, do not enter."""
+    """Scalar sum over trained tokens of ``[T]`` values; those outside the mask, nan included, do not enter."""
     return torch.where(loss_mask_T > 0, values_T, torch.zeros_like(values_T)).sum()

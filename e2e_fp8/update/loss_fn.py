@@ -11,7 +11,14 @@ from e2e_fp8.update.policy_loss import grpo_token_loss, k3_kl
 
 
 def make_loss_fn(objective: ObjectiveConfig, correction: CorrectionConfig) -> LossFn:
-    """GRPO with the configured correction; sums over the micro-batch (see aggregation)."""
+    """GRPO with the configured correction: ``sum_t(w_t L_t + kl_coef k3_t - entropy_coef H_t)`` over the trained tokens.
+
+    The importance weight multiplies the policy loss alone, as in verl. Metric sums, to be divided by the token count: ``loss``,
+    ``clip_fraction/{low,high}``, ``ratio/mean``, ``entropy``, and ``kl_ref`` when ``kl_coef`` is not 0.
+
+    Raises, when called:
+        ValueError: ``kl_coef`` is not 0 and the batch has no ``ref_log_probs``.
+    """
 
     def loss_fn(stats: TokenStats, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = batch.loss_mask
@@ -23,12 +30,14 @@ def make_loss_fn(objective: ObjectiveConfig, correction: CorrectionConfig) -> Lo
             weights = token_truncated_weights(batch.old_log_probs, batch.rollout_log_probs, mask, correction.rollout_is_threshold)
             loss = loss * weights.weights
         total = token_sum(loss, mask)
+        entropy = token_sum(stats.entropy, mask)
+        metrics["entropy"] = entropy.detach()
         if objective.entropy_coef:
-            total = total - objective.entropy_coef * token_sum(stats.entropy, mask)
+            total = total - objective.entropy_coef * entropy
         if objective.kl_coef:
             if batch.ref_log_probs is None:
                 raise ValueError("objective.kl_coef is set but the batch has no ref_log_probs")
-            kl = token_sum(k3_kl(stats.log_probs, batch.ref_log_probs), mask)
+            kl = token_sum(k3_kl(safe_log_ratio(batch.ref_log_probs, stats.log_probs, mask)), mask)
             metrics["kl_ref"] = kl.detach()
             total = total + objective.kl_coef * kl
         metrics["loss"] = total.detach()

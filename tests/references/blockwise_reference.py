@@ -26,7 +26,7 @@ def magnitudes(name: str) -> np.ndarray:
 def encode(values: np.ndarray, name: str) -> np.ndarray:
     """uint8 codes nearest to float32 ``values``, ties to the even code, out of range to the largest, NaN to 0x7F."""
     table = magnitudes(name)
-    wide = np.minimum(np.abs(values.astype(np.float64)), table[-1])
+    wide = np.minimum(np.where(np.isnan(values), 0, np.abs(values)).astype(np.float64), table[-1])
     above = np.clip(np.searchsorted(table, wide), 1, len(table) - 1)
     below = above - 1
     to_below, to_above = wide - table[below], table[above] - wide
@@ -35,7 +35,9 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
 
 
-def quantize(x: np.ndarray, name: str, tile: str, power_2_scale: bool, amax_epsilon: float, largest: float) -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    x: np.ndarray, name: str, tile: str, power_2_scale: bool, amax_epsilon: float, largest: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(codes, scale_inv) of a float32 matrix, one tile after the other; ``largest`` is the input dtype's largest finite value."""
     height, width = _TILES[tile]
     rows, columns = x.shape

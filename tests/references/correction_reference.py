@@ -1,86 +1,76 @@
-"""Slow float64 statements of the mismatch formulas, one Python float at a time."""
+"""Slow, scalar restatement of the rollout-correction formulas: one Python float at a time, one token at a time."""
 
 import math
-from collections.abc import Sequence
 
 CLAMP = 20.0
 
 
-def clip(x: float, low: float, high: float) -> float:
-    return x if math.isnan(x) else min(max(x, low), high)
-
-
-def exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
-
-
 def difference(train: float, rollout: float) -> float:
-    return 0.0 if train == rollout else train - rollout
+    """train - rollout with inf - inf of equal sign as 0."""
+    if math.isinf(train) and train == rollout:
+        return 0.0
+    return train - rollout
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values) / len(values)
+def bounded(value: float) -> float:
+    return value if math.isnan(value) else max(-CLAMP, min(CLAMP, value))
 
 
-def deviation(values: Sequence[float], divisor: int) -> float:
-    center = mean(values)
-    return math.sqrt(math.fsum((v - center) ** 2 for v in values) / divisor)
+def weights(old: list[float], rollout: list[float], mask: list[int], threshold: float) -> tuple[list[float], list[int]]:
+    """(weight, was the bound active) of each token."""
+    result, active = [], []
+    for o, r, m in zip(old, rollout, mask, strict=True):
+        ratio = math.exp(bounded(difference(o, r))) if m else 1.0
+        result.append(min(ratio, threshold) if m else 1.0)
+        active.append(int(bool(m) and ratio > threshold))
+    return result, active
 
 
-def tis_weight(old: float, rollout: float, threshold: float) -> float:
-    return min(exp(clip(difference(old, rollout), -CLAMP, CLAMP)), threshold)
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
-def k3(d: float) -> float:
-    """exp(d) - d - 1 without cancellation near 0, infinite at both ends."""
-    if math.isinf(d):
-        return math.inf
-    return sum(d**n / math.factorial(n) for n in range(2, 12)) if abs(d) < 0.05 else exp(d) - d - 1
-
-
-def mismatch(
-    train: Sequence[float], rollout: Sequence[float], mask: Sequence[float], cu_seqlens: Sequence[int], threshold: float
-) -> dict[str, float]:
-    """Every metric of ``mismatch_metrics``; lists of T entries, S + 1 boundaries."""
-    trained = [t for t, m in enumerate(mask) if m]
-    d = [difference(train[t], rollout[t]) for t in trained]
-    w = [exp(clip(x, -CLAMP, CLAMP)) for x in d]
-    bounded = [clip(x, 1 / threshold, threshold) for x in w]
-    probabilities = [abs(math.exp(train[t]) - math.exp(rollout[t])) for t in trained]
-    sequences = [[t for t in range(a, b) if mask[t]] for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-    sequences = [s for s in sequences if s]
-    train_ppl = [-mean([train[t] for t in s]) for s in sequences]
-    rollout_ppl = [-mean([rollout[t] for t in s]) for s in sequences]
-    gaps = [mean([-difference(train[t], rollout[t]) for t in s]) for s in sequences]
-    sums = [clip(sum(difference(train[t], rollout[t]) for t in s), -CLAMP, CLAMP) for s in sequences]
-    return {
-        "mismatch_kl": mean([k3(x) for x in d]),
-        "rollout_corr/k3_kl": mean([k3(x) for x in d]),
-        "rollout_corr/kl": mean([-x for x in d]),
-        "rollout_corr/chi2_token": mean([x * x for x in w]) - 1,
-        "rollout_corr/chi2_seq": mean([math.exp(2 * x) for x in sums]) - 1,
-        "rollout_corr/rollout_is_mean": mean(w),
-        "rollout_corr/rollout_is_std": deviation(bounded, len(w)),
-        "rollout_corr/rollout_is_min": min(w),
-        "rollout_corr/rollout_is_max": max(w),
-        "rollout_corr/rollout_is_eff_sample_size": mean(bounded) ** 2 / mean([x * x for x in bounded]),
-        "rollout_corr/rollout_is_ratio_fraction_high": sum(x > threshold for x in w) / len(w),
-        "rollout_corr/rollout_is_ratio_fraction_low": sum(x < 1 / threshold for x in w) / len(w),
+def metrics(sequences: list[list[tuple[float, float]]], threshold: float) -> dict[str, float]:
+    """Metrics of sequences of (train, rollout) log-probs of trained tokens; finite inputs, every sequence not empty."""
+    pairs = [pair for sequence in sequences for pair in sequence]
+    d = [t - r for t, r in pairs]
+    ratio = [math.exp(bounded(x)) for x in d]
+    low, high = sorted((1 / threshold, threshold))
+    within = [min(max(x, low), high) for x in ratio]
+    gap = [abs(math.exp(t) - math.exp(r)) for t, r in pairs]
+    k3 = mean([math.exp(x) - x - 1 for x in d])
+    log_ppl_train = [-mean([t for t, _ in s]) for s in sequences]
+    log_ppl_rollout = [-mean([r for _, r in s]) for s in sequences]
+    log_ppl_diff = [mean([r - t for t, r in s]) for s in sequences]
+    sums = [math.fsum(t - r for t, r in s) for s in sequences]
+    result = {
+        "kl": mean([-x for x in d]),
+        "k3_kl": k3,
+        "chi2_token": mean([math.exp(2 * bounded(x)) for x in d]) - 1,
+        "chi2_seq": mean([math.exp(2 * bounded(x)) for x in sums]) - 1,
+        "training_log_ppl": mean(log_ppl_train),
+        "training_ppl": mean([math.exp(x) for x in log_ppl_train]),
+        "rollout_log_ppl": mean(log_ppl_rollout),
+        "rollout_ppl": mean([math.exp(x) for x in log_ppl_rollout]),
+        "log_ppl_diff": mean(log_ppl_diff),
+        "log_ppl_abs_diff": mean([abs(x) for x in log_ppl_diff]),
+        "log_ppl_diff_max": max(log_ppl_diff),
+        "log_ppl_diff_min": min(log_ppl_diff),
+        "ppl_ratio": mean([math.exp(x) for x in log_ppl_diff]),
+        "rollout_is_mean": mean(ratio),
+        "rollout_is_std": math.sqrt(mean([(x - mean(within)) ** 2 for x in within])),
+        "rollout_is_min": min(ratio),
+        "rollout_is_max": max(ratio),
+        "rollout_is_eff_sample_size": mean(within) ** 2 / mean([x * x for x in within]),
+        "rollout_is_ratio_fraction_high": mean([float(x > threshold) for x in ratio]),
+        "rollout_is_ratio_fraction_low": mean([float(x < 1 / threshold) for x in ratio]),
+    }
+    variance = math.fsum((x - mean(gap)) ** 2 for x in gap) / (len(gap) - 1) if len(gap) > 1 else 0.0
+    return {f"rollout_corr/{name}": value for name, value in result.items()} | {
+        "mismatch_kl": k3,
         "train_rollout_logprob_abs_diff/mean": mean([abs(x) for x in d]),
         "train_rollout_logprob_abs_diff/max": max(abs(x) for x in d),
-        "training/rollout_probs_diff_mean": mean(probabilities),
-        "training/rollout_probs_diff_max": max(probabilities),
-        "training/rollout_probs_diff_std": deviation(probabilities, len(d) - 1) if len(d) > 1 else 0.0,
-        "rollout_corr/training_log_ppl": mean(train_ppl),
-        "rollout_corr/training_ppl": mean([exp(x) for x in train_ppl]),
-        "rollout_corr/rollout_log_ppl": mean(rollout_ppl),
-        "rollout_corr/rollout_ppl": mean([exp(x) for x in rollout_ppl]),
-        "rollout_corr/log_ppl_diff": mean(gaps),
-        "rollout_corr/log_ppl_abs_diff": mean([abs(x) for x in gaps]),
-        "rollout_corr/log_ppl_diff_max": max(gaps),
-        "rollout_corr/log_ppl_diff_min": min(gaps),
-        "rollout_corr/ppl_ratio": mean([exp(x) for x in gaps]),
+        "training/rollout_probs_diff_mean": mean(gap),
+        "training/rollout_probs_diff_max": max(gap),
+        "training/rollout_probs_diff_std": math.sqrt(variance),
     }

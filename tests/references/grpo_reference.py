@@ -1,52 +1,39 @@
-"""Slow float64 statements of the GRPO objective: values and gradients in closed form, one token at a time."""
+"""Slow, scalar restatement of GRPO: advantages, clipped loss and its gradient by cases."""
 
 import math
-from collections.abc import Sequence
+import statistics
+
+from references.correction_reference import bounded, difference
 
 
-def advantages(rewards: Sequence[float], groups: Sequence[int], *, normalize: bool, eps: float) -> list[float]:
-    """(R - mean) / (unbiased std + eps) within each group; 0 where all rewards of the group are equal."""
-    result = []
-    for reward, group in zip(rewards, groups, strict=True):
-        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if min(peers) == max(peers):
-            result.append(0.0)
+def advantages(rewards: list[float], group_ids: list[int], normalize_by_std: bool, eps: float) -> tuple[list[float], int]:
+    """Advantages and the number of groups whose rewards are all equal."""
+    result, degenerate = [0.0] * len(rewards), 0
+    for group in set(group_ids):
+        members = [i for i, g in enumerate(group_ids) if g == group]
+        values = [rewards[i] for i in members]
+        if max(values) == min(values):
+            degenerate += 1
             continue
-        mean = math.fsum(peers) / len(peers)
-        std = math.sqrt(math.fsum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
-        result.append((reward - mean) / (std + eps) if normalize else reward - mean)
-    return result
+        for i in members:
+            centered = rewards[i] - statistics.fmean(values)
+            result[i] = centered / (statistics.stdev(values) + eps) if normalize_by_std else centered
+    return result, degenerate
 
 
-def token_loss(log_ratio: float, advantage: float, low: float, high: float) -> float:
-    ratio = math.exp(log_ratio)
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    return -min(ratio * advantage, clipped * advantage)
+def token(log_prob: float, old: float, advantage: float, clip_low: float, clip_high: float) -> tuple[float, float, bool, bool]:
+    """(loss, d loss / d log_prob, clipped low, clipped high) of one trained token, by cases and without min or clamp."""
+    log_ratio = difference(log_prob, old)
+    ratio = math.exp(bounded(log_ratio))
+    low, high = ratio < 1 - clip_low and advantage < 0, ratio > 1 + clip_high and advantage > 0
+    if low:
+        return -(1 - clip_low) * advantage, 0.0, True, False
+    if high:
+        return -(1 + clip_high) * advantage, 0.0, False, True
+    return -ratio * advantage, 0.0 if abs(log_ratio) > 20 else -ratio * advantage, False, False
 
 
-def token_gradient(log_ratio: float, advantage: float, low: float, high: float) -> float:
-    """d loss / d log-prob: 0 where clipped, else -ratio * advantage."""
-    ratio = math.exp(log_ratio)
-    if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
-        return 0.0
-    return -ratio * advantage
-
-
-def loss_and_gradient(tokens: Sequence[dict], *, low: float, high: float, bound: float | None, kl: float, entropy: float):
-    """Loss sum and its gradients by log-prob and by entropy.
-
-    A token is a dictionary of mask, lp, old, rollout, ref, advantage and entropy; ``bound`` is the TIS bound or None.
-    """
-    total, by_log_prob, by_entropy = 0.0, [], []
-    for t in tokens:
-        if not t["mask"]:
-            by_log_prob.append(0.0)
-            by_entropy.append(0.0)
-            continue
-        weight = 1.0 if bound is None else min(math.exp(t["old"] - t["rollout"]), bound)
-        d = t["ref"] - t["lp"]
-        x = t["lp"] - t["old"]
-        total += weight * token_loss(x, t["advantage"], low, high) + kl * (math.exp(d) - d - 1) - entropy * t["entropy"]
-        by_log_prob.append(weight * token_gradient(x, t["advantage"], low, high) + kl * (1 - math.exp(d)))
-        by_entropy.append(-entropy)
-    return total, by_log_prob, by_entropy
+def k3(log_prob: float, ref: float) -> tuple[float, float]:
+    """(estimate, its derivative by log_prob)."""
+    d = difference(ref, log_prob)
+    return math.exp(bounded(d)) - bounded(d) - 1, 0.0 if abs(d) > 20 else 1 - math.exp(d)

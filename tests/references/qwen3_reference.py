@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 
-def through_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[..., K]`` quantized to E4M3 with one FP32 scale for 128 neighbours, and dequantized."""
+def through_e4m3(x: torch.Tensor, power_2_scale: bool = False) -> torch.Tensor:
+    """``x`` ``[..., K]`` quantized to E4M3 with one scale for 128 neighbours (rounded up to a power of two or not), and dequantized."""
     tiles = x.float().reshape(*x.shape[:-1], -1, 128)
     step = tiles.abs().amax(-1, keepdim=True) / 448
     step = torch.where(step == 0, torch.ones_like(step), step)
+    step = torch.exp2(torch.log2(step).ceil()) if power_2_scale else step
     return ((tiles / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step).reshape(x.shape)
 
 
@@ -24,7 +25,7 @@ def _linear(weights: Mapping[str, torch.Tensor], module: str, x: torch.Tensor) -
     if scale_inv is None:
         return x @ weight.T
     whole = scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-    return through_e4m3(x) @ (weight * whole).T
+    return through_e4m3(x, bool(weights.get("power_2_scale"))) @ (weight * whole).T
 
 
 def _norm(weight: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -74,7 +75,10 @@ def _experts(
 def forward(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], token_ids: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """FP32 logits ``[T, vocabulary]`` of one sequence, and for a mixture of experts the expert ids ``[T, L, k]``."""
+    """FP32 logits ``[T, vocabulary]`` of one sequence, and for a mixture of experts the expert ids ``[T, L, k]``.
+
+    A non-zero entry ``power_2_scale`` of ``weights`` rounds activation scales up to powers of two.
+    """
     x, routed = weights["model.embed_tokens.weight"].float()[torch.tensor(token_ids)], []
     for index in range(config["num_hidden_layers"]):
         layer, eps = f"model.layers.{index}", config["rms_norm_eps"]

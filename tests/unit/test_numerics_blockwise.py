@@ -36,9 +36,7 @@ def assert_same(actual: BlockScaled, expected: BlockScaled) -> None:
 
 
 def by_reference(x: torch.Tensor, fp8_format, tile, power_2_scale: bool, amax_epsilon: float = 0.0) -> BlockScaled:
-    codes, scale_inv = reference.quantize(
-        x.float().numpy(), fp8_format.name, tile, power_2_scale, amax_epsilon, torch.finfo(x.dtype).max
-    )
+    codes, scale_inv = reference.quantize(x.float().numpy(), fp8_format.name, tile, power_2_scale, amax_epsilon, torch.finfo(x.dtype).max)
     return BlockScaled(torch.from_numpy(codes).view(fp8_format.dtype), torch.from_numpy(scale_inv), tile)
 
 
@@ -115,7 +113,8 @@ def test_every_bfloat16_value_is_rounded_right(fp8_format):
 @every
 def test_all_zero_is_scale_one(fp8_format, tile, power_2_scale):
     block = quantize_blockwise(torch.zeros(200, 200), fp8_format, tile, power_2_scale=power_2_scale)
-    assert bool((block.scale_inv == 1).all()) and bool((block.codes.view(torch.uint8) == 0).all())
+    assert bool((block.scale_inv == 1).all())
+    assert bool((block.codes.view(torch.uint8) == 0).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,6 +122,17 @@ def test_overflowing_scale_takes_the_input_dtypes_largest_value(dtype):
     x = torch.full((1, 128), 1e-39).to(dtype)
     block = quantize_blockwise(x, E4M3, "1x128", power_2_scale=False)
     assert float(block.scale_inv) == float(1 / torch.tensor(torch.finfo(dtype).max, dtype=torch.float32)) > 0
+
+
+@pytest.mark.parametrize("quantize", [quantize_blockwise, quantize_with_torch])
+def test_only_an_infinite_scale_is_replaced(quantize):
+    """A quotient above the largest bfloat16 value but finite stays, also for bfloat16 input."""
+    largest = torch.finfo(torch.bfloat16).max
+    epsilon = torch.tensor(448 / (largest * 1.002)).item()
+    block = quantize(torch.zeros(1, 128, dtype=torch.bfloat16), E4M3, "1x128", power_2_scale=False, amax_epsilon=epsilon)
+    expected = by_reference(torch.zeros(1, 128, dtype=torch.bfloat16), E4M3, "1x128", False, epsilon)
+    assert_same(block, expected)
+    assert 0 < float(block.scale_inv) < 1 / largest
 
 
 def test_amax_epsilon_is_the_smallest_amax():
@@ -163,7 +173,8 @@ def test_dequantized_error_is_within_half_a_step(fp8_format, tile, power_2_scale
 @pytest.mark.parametrize("tile", TILES)
 def test_empty(shape, tile):
     block = quantize_blockwise(torch.empty(shape, dtype=torch.bfloat16), "e4m3", tile, power_2_scale=False)
-    assert block.codes.shape == shape and block.codes.dtype == torch.float8_e4m3fn
+    assert block.codes.shape == shape
+    assert block.codes.dtype == torch.float8_e4m3fn
     assert_same(quantize_with_torch(torch.empty(shape, dtype=torch.bfloat16), E4M3, tile, power_2_scale=False), block)
 
 
@@ -172,7 +183,8 @@ def test_input_is_neither_changed_nor_aliased():
     before = x.detach().clone()
     block = quantize_blockwise(x, E4M3, "128x128", power_2_scale=False)
     block.codes.view(torch.uint8).zero_()
-    assert torch.equal(x, before) and not block.scale_inv.requires_grad
+    assert torch.equal(x, before)
+    assert not block.scale_inv.requires_grad
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16), torch.zeros(2, 2, 2)])

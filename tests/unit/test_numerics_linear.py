@@ -92,13 +92,14 @@ def test_against_float64_autograd_of_the_quantized_operands(dtype, shape, recipe
     expected_dx, weight.grad = row_x.grad, None
     torch.nn.functional.linear(column_x, weight).backward(values64(dy, recipe.backward_format, "128x1", recipe))
 
-    # FP32 sums of up to 300 terms, then one rounding to the output dtype.
-    limit = 1e-10 if dtype == torch.float32 else 4e-6
+    # FP32 sums of up to 300 terms, then one rounding to the output dtype: a relative error e gives a difference of e**2 / 2.
+    limit = 1e-10 if dtype == torch.float32 else 1.01 * 2**-17
     for name, actual, expected in (("y", y, expected_y), ("dx", x_leaf.grad, expected_dx), ("dw", w_leaf.grad, weight.grad)):
-        assert actual.dtype == dtype and actual.shape == expected.shape
+        assert actual.dtype == dtype
+        assert actual.shape == expected.shape
         assert calc_diff(actual, expected) < limit, f"{name}: {calc_diff(actual, expected):.2e}"
-        worst = float(((actual.double() - expected).abs() / expected.abs().amax()).amax())
-        assert worst < (1e-5 if dtype == torch.float32 else 2**-8), f"{name}: {worst:.2e}"
+        worst = float(((actual.detach().double() - expected.detach()).abs() / expected.detach().abs().amax()).amax())
+        assert worst < (1e-5 if dtype == torch.float32 else 1.01 * 2**-8), f"{name}: {worst:.2e}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -132,8 +133,10 @@ def test_zero_rows():
     x = torch.empty(0, 256, dtype=torch.bfloat16, requires_grad=True)
     y = Fp8LinearFunction.apply(x, w, quantized(w.detach(), "e4m3", "128x128", Recipe()), Recipe())
     y.sum().backward()
-    assert y.shape == (0, 128) and x.grad.shape == (0, 256)
-    assert w.grad.shape == w.shape and not bool(w.grad.any())
+    assert y.shape == (0, 128)
+    assert x.grad.shape == (0, 256)
+    assert w.grad.shape == w.shape
+    assert not bool(w.grad.any())
 
 
 def test_gradients_are_repeatable_and_only_the_wanted_ones_are_made():
@@ -144,7 +147,8 @@ def test_gradients_are_repeatable_and_only_the_wanted_ones_are_made():
     frozen = w.clone()
     x_leaf = x.clone().requires_grad_()
     Fp8LinearFunction.apply(x_leaf, frozen, wq, Recipe()).backward(dy)
-    assert x_leaf.grad is not None and frozen.grad is None
+    assert x_leaf.grad is not None
+    assert frozen.grad is None
 
 
 def test_wgrad_tiles_restart_every_128_tokens():
@@ -169,4 +173,5 @@ def test_non_finite_input_reaches_the_output():
     x, w, _ = operands(3, 128, 128)
     x[1, 5] = float("nan")
     y = Fp8LinearFunction.apply(x, w, quantized(w, "e4m3", "128x128", Recipe()), Recipe())
-    assert bool(y[1].isnan().all()) and bool(y[[0, 2]].isfinite().all())
+    assert bool(y[1].isnan().all())
+    assert bool(y[[0, 2]].isfinite().all())

@@ -26,7 +26,7 @@ def run(request, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("engine")
     done = subprocess.run([sys.executable, str(SCRIPT), *request.param, "cpu", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(out / "result.pt", weights_only=False) | {"architecture": request.param[0], "precision": request.param[1]}
+    return torch.load(out / "result.pt", weights_only=False) | {"precision": request.param[1], "scale_format": request.param[2]}
 
 
 def essence(samples: list[dict]) -> list[tuple]:
@@ -73,9 +73,10 @@ def test_samples_come_in_prompt_order_with_versions(run):
 @pytest.mark.parametrize(("samples", "weights"), [("samples_first", "first"), ("samples_second", "second")])
 def test_log_probs_and_routing_agree_with_reference(run, samples, weights):
     differences, routed, total = [], 0, 0
+    tensors = run[weights] | ({"power_2_scale": torch.tensor(1)} if run["scale_format"] == "pow2" else {})
     for sample in run[samples]:
         prompt, response = list(sample["prompt"]), list(sample["response_token_ids"])
-        logits, experts = forward(run["config"], run[weights], (prompt + response)[:-1])
+        logits, experts = forward(run["config"], tensors, (prompt + response)[:-1])
         expected = (logits / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 :]
         expected = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
         differences.append(torch.tensor(sample["rollout_log_probs"]) - expected)
