@@ -1,5 +1,8 @@
 """The quantizer against Transformer Engine's own on a Hopper GPU, byte for byte, on inputs drawn anew at each run."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +10,8 @@ from e2e_fp8.numerics.blockwise import BlockScaled, quantize_blockwise, quantize
 from e2e_fp8.numerics.formats import E4M3, E5M2, TILE
 from e2e_fp8.numerics.linear import block_scaled_matmul
 from e2e_fp8.numerics.metrics import assert_bitwise_equal, tensor_digest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +69,7 @@ INPUTS = (ordinary, ragged, zero_tiles, not_finite, overflowing_scales)
 
 def te_blocks(x: torch.Tensor, fp8_format, power_2_scale: bool, amax_epsilon: float) -> list[BlockScaled]:
     """What Transformer Engine writes for ``x``: 1x128, 128x1 and 128x128 tiles, brought to the natural layouts."""
+    import transformer_engine.pytorch  # noqa: F401 - makes transformer_engine_torch importable
     import transformer_engine_torch as te
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -109,35 +115,16 @@ def test_digest_is_the_same_on_both_devices(dtype):
     assert tensor_digest(x) == tensor_digest(x.cuda())
 
 
-def hardware_codes(x: torch.Tensor, fp8_format) -> torch.Tensor:
-    """uint8 codes of float32 ``x`` by the GPU's own saturating conversion instruction, without any library in between."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def convert(x_ptr, out_ptr, n, E4M3_: tl.constexpr, BLOCK: tl.constexpr):
-        offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x_ptr + offset, mask=offset < n)
-        if E4M3_:
-            asm: tl.constexpr = "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $1, $1; cvt.u32.u16 $0, t; }"
-        else:
-            asm: tl.constexpr = "{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $1, $1; cvt.u32.u16 $0, t; }"
-        code = tl.inline_asm_elementwise(asm, "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1)
-        tl.store(out_ptr + offset, (code & 0xFF).to(tl.uint8), mask=offset < n)
-
-    out = torch.empty(x.shape, dtype=torch.uint8, device="cuda")
-    convert[(triton.cdiv(x.numel(), 1024),)](x.cuda().contiguous(), out, x.numel(), fp8_format is E4M3, BLOCK=1024)
-    return out.cpu()
-
-
 @pytest.mark.parametrize("fp8_format", [E4M3, E5M2], ids=lambda f: f.name)
 def test_conversion_is_the_hardwares(fp8_format):
     """All bfloat16 values and random float32 bits, NaN included; an infinity in each row makes its quant_scale 1."""
+    from references.hardware_fp8_conversion import hardware_codes
+
     every_bf16 = torch.arange(65536).to(torch.int32) << 16
     bits = torch.cat([every_bf16, torch.randint(-(2**31), 2**31, (1 << 22,)).to(torch.int32)])
     values = bits.view(torch.float32).view(-1, TILE // 2)
     x = torch.cat([torch.full((values.shape[0], 1), float("inf")), values], 1)
-    expected = hardware_codes(values, fp8_format)
+    expected = hardware_codes(values, fp8_format.name)
     for place, device in (("CPU", "cpu"), ("GPU", "cuda")):
         codes = quantize_blockwise(x.to(device), fp8_format, "1x128", power_2_scale=False).codes
         assert_bitwise_equal(codes.view(torch.uint8).cpu()[:, 1:], expected, place)

@@ -56,7 +56,7 @@ def test_log_probs_and_routing_agree_with_reference(run):
             routed += int((recorded.sort(-1).values == experts.sort(-1).values).all(-1).sum())
             total += experts.shape[0] * experts.shape[1]
     difference = torch.cat(differences)
-    assert difference.abs().mean() < 0.06
+    assert difference.abs().mean() < 0.08
     assert difference.mean().abs() < 0.02
     assert routed >= 0.95 * total
 

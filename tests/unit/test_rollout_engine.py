@@ -89,7 +89,7 @@ def test_log_probs_and_routing_agree_with_reference(run, samples, weights):
     difference = torch.cat(differences)
     print(f"mean {difference.mean():.4f} mean|.| {difference.abs().mean():.4f} routing equal {routed}/{total}")
     # Rounding flips of E4M3 codes are amplified by layers behind them: a bound on the mean, none on the maximum.
-    assert difference.abs().mean() < (0.06 if run["precision"] == "fp8" else 0.03)
+    assert difference.abs().mean() < (0.08 if run["precision"] == "fp8" else 0.03)
     assert difference.mean().abs() < 0.02
     assert routed >= 0.95 * total
 

@@ -1,0 +1,12 @@
+"""The one table of tolerances of comparisons that cannot be exact. Everything not listed here is compared with ``==``."""
+
+import torch
+
+LINEAR_DIFF = {torch.float32: 1e-10, torch.bfloat16: 1.01 * 2**-17}
+"""Largest ``calc_diff`` of an FP8 product against float64 of the same operands: FP32 sums, then one rounding to the output dtype."""
+
+LINEAR_WORST = {torch.float32: 1e-5, torch.bfloat16: 1.01 * 2**-8}
+"""Largest error of one element of the same comparison, relative to the largest magnitude of the result."""
+
+QUANTIZATION_SQNR_DB = {"e4m3": 27.0, "e5m2": 22.0}
+"""Smallest SQNR of a product of quantized normal operands against unquantized ones, by the coarser operand's format."""
