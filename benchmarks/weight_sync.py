@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds and bytes of one weight sync, over the time of a plain copy of the same bytes on the same device.
 
-    benchmarks/weight_sync.py CONFIG.yaml [--rounds 10] [--set a.b=c ...]
+benchmarks/weight_sync.py CONFIG.yaml [--rounds 10] [--set a.b=c ...]
 """
 
 import argparse

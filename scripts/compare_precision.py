@@ -13,7 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ARMS = {"BF16 train + BF16 rollout": ("bf16", "bf16"), "BF16 train + FP8 rollout": ("bf16", "fp8"), "FP8 train + FP8 rollout": ("fp8", "fp8")}
+ARMS = {
+    "BF16 train + BF16 rollout": ("bf16", "bf16"),
+    "BF16 train + FP8 rollout": ("bf16", "fp8"),
+    "FP8 train + FP8 rollout": ("fp8", "fp8"),
+}
 
 
 def run_arm(config: str, out: Path, training: str, rollout: str, seed: int, overrides: list[str]) -> list[dict[str, float]]:

@@ -15,7 +15,12 @@ from e2e_fp8.types import ExportedTensor
 
 
 def write_hf_checkpoint(
-    out: Path, tensors: Iterable[ExportedTensor], hf_config: dict[str, Any], *, max_shard_bytes: int = 4 << 30, tokenizer_dir: Path | None = None
+    out: Path,
+    tensors: Iterable[ExportedTensor],
+    hf_config: dict[str, Any],
+    *,
+    max_shard_bytes: int = 4 << 30,
+    tokenizer_dir: Path | None = None,
 ) -> int:
     """Write ``out`` atomically (a temporary sibling, then a rename); returns the bytes of tensor data.
 
@@ -39,7 +44,9 @@ def write_hf_checkpoint(
         os.replace(partial, out)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"could not write the checkpoint {out}: {error.strerror or error}; free space or choose another folder.") from error
+        raise CheckpointError(
+            f"could not write the checkpoint {out}: {error.strerror or error}; free space or choose another folder."
+        ) from error
     return total
 
 

@@ -54,7 +54,8 @@ def prepare_environment(cfg: Config) -> None:
     nvte = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
     if nvte is not None and nvte != wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]:
         raise ConfigError(
-            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={nvte} contradicts numerics.scale_format: {cfg.numerics.scale_format}; unset it or change the field."
+            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={nvte} contradicts numerics.scale_format: {cfg.numerics.scale_format}; "
+            "unset it or change the field."
         )
     if "transformer_engine" in sys.modules and nvte is None and cfg.numerics.scale_format == "fp32":
         raise ConfigError("Transformer Engine was imported before the scale format was set; its scales would be powers of two.")

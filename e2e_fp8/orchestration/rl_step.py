@@ -8,7 +8,7 @@ import torch
 from e2e_fp8.correction.diagnostics import mismatch_metrics
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.observability.timers import PhaseTimer
-from e2e_fp8.orchestration.batching import pack_samples, with_old_log_probs
+from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, with_old_log_probs
 from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
@@ -47,10 +47,12 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
         eps=cfg.objective.advantage_eps,
     )
     with timer("old_log_probs"):
-        batches, stats = _with_old_log_probs(session, samples, advantages)
+        scored = [_score(session, part) for part in _pack(session, samples, advantages)]
+        minibatches = [batches for batches, _ in scored]
+        batches, stats = [b for part in minibatches for b in part], [s for _, part in scored for s in part]
     mismatch = _mismatch(batches, cfg.correction.rollout_is_threshold)
     with timer("update"):
-        reports, tiles = _update_with_census(session, step, batches) if census else (_update(session, step, batches), {})
+        reports, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
     with timer("sync"):
         sync = session.sync()
     record = _rollout_metrics(samples, groups) | mismatch | _update_metrics(reports) | tiles
@@ -62,10 +64,18 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
     return StepOutcome(record=record, samples=samples, sync=sync)
 
 
-def _with_old_log_probs(session: Session, samples: Sequence[Sample], advantages: torch.Tensor) -> tuple[list[PackedBatch], list[TokenStats]]:
-    batches = pack_samples(
-        samples, advantages, max_tokens=session.cfg.training.max_tokens_per_microbatch, device=session.trainer.device
-    )
+def _pack(session: Session, samples: Sequence[Sample], advantages: torch.Tensor) -> list[list[PackedBatch]]:
+    """Micro-batches of each mini-batch; groups stay whole."""
+    training = session.cfg.training
+    slices = minibatch_slices([s.group_id for s in samples], training.minibatches_per_step)
+    return [
+        pack_samples(samples[part], advantages[part], max_tokens=training.max_tokens_per_microbatch, device=session.trainer.device)
+        for part in slices
+    ]
+
+
+def _score(session: Session, batches: list[PackedBatch]) -> tuple[list[PackedBatch], list[TokenStats]]:
+    """Add the trainer's old log-probs, and the reference policy's where the KL term needs them."""
     stats = session.trainer.token_stats(batches)
     batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
     if session.reference is not None:
@@ -74,26 +84,21 @@ def _with_old_log_probs(session: Session, samples: Sequence[Sample], advantages:
     return batches, stats
 
 
-def _update(session: Session, step: int, batches: list[PackedBatch]) -> list[StepReport]:
-    """``minibatches_per_step`` optimizer steps over disjoint sets of micro-batches."""
+def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> list[StepReport]:
+    """One optimizer step per mini-batch."""
     cfg = session.cfg
     session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
     loss_fn = make_loss_fn(cfg.objective, cfg.correction)
-    count = min(cfg.training.minibatches_per_step, len(batches))
-    reports = []
-    for index in range(count):
-        part = batches[index::count]
-        reports.append(session.trainer.train_step(part, loss_fn, float(sum(b.loss_mask.sum() for b in part))))
-    return reports
+    return [session.trainer.train_step(part, loss_fn, float(sum(b.loss_mask.sum() for b in part))) for part in minibatches]
 
 
-def _update_with_census(session: Session, step: int, batches: list[PackedBatch]) -> tuple[list[StepReport], dict[str, float]]:
+def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[list[StepReport], dict[str, float]]:
     plan = QuantizationPlan.from_config(session.cfg)
     with TileCensus(session.trainer.model, plan) as census:
         for name, weight in session.trainer.named_masters():
             if weight.dim() == 2 and ".linear_" in name:
                 census.count_weight(weight.to(torch.bfloat16))
-        reports = _update(session, step, batches)
+        reports = _update(session, step, minibatches)
     return reports, census.record()
 
 

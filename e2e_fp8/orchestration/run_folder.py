@@ -22,7 +22,9 @@ class RunFolder:
         if occupied and not cfg.run.resume:
             raise ConfigError(f"run.name: {self.root} already holds a run; add --resume to continue it, or choose another run.name.")
         if cfg.run.resume and not self.checkpoints.is_dir():
-            raise ConfigError(f"run.resume: {self.checkpoints} does not exist, so there is nothing to resume; drop --resume to start this run.")
+            raise ConfigError(
+                f"run.resume: {self.checkpoints} does not exist, so there is nothing to resume; drop --resume to start this run."
+            )
         self.root.mkdir(parents=True, exist_ok=True)
 
     def write_inputs(self, cfg: Config, environment: dict[str, str]) -> None:
@@ -44,5 +46,7 @@ def load_run_config(run_dir: Path) -> Config:
     """
     path = run_dir / "config.yaml"
     if not path.exists():
-        raise ConfigError(f"{run_dir} is not a run folder: it has no config.yaml. Give a folder that `e2e-fp8 train` wrote, such as runs/NAME.")
+        raise ConfigError(
+            f"{run_dir} is not a run folder: it has no config.yaml. Give a folder that `e2e-fp8 train` wrote, such as runs/NAME."
+        )
     return load_config(path)

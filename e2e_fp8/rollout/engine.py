@@ -237,7 +237,7 @@ class VllmEngine:
             for element_bytes in sorted({t.element_size() for t in targets}):
                 raw = _RAW_DTYPES[element_bytes]
                 chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
-                torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])
+                torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])  # pyright: ignore[reportPrivateImportUsage]
             torch.cuda.synchronize()
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")

@@ -74,7 +74,7 @@ class PackedRotary(torch.nn.Module):
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """Megatron's answer: the longest packed sequence."""
-        return self.rotary.get_rotary_seq_len(*args, **kwargs)
+        return self.rotary.get_rotary_seq_len(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def forward(self, max_seq_len: int, **kwargs: Any) -> torch.Tensor:
         """Angles ``[T, 1, 1, D]`` in float32."""
@@ -118,4 +118,4 @@ class PackedAttention(MegatronModule):
         else:
             lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
             out = sdpa_packed(query, key, value, lengths, self.softmax_factor)
-        return out.reshape(out.size(0), -1)
+        return out.reshape(out.size(0), -1)  # pyright: ignore[reportAttributeAccessIssue]

@@ -58,15 +58,15 @@ class CpuGround:
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
-        attention = spec.submodules.self_attention.submodules
+        attention = spec.submodules.self_attention.submodules  # pyright: ignore[reportAttributeAccessIssue]
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
         attention.core_attention = PackedAttention
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
         if cfg.model.is_moe:
-            spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))
+            spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
+            spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
     def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:

@@ -50,7 +50,7 @@ class CudaGround:
                     f"{os.environ.get(SCALE_VARIABLE)!r}. Set it to {'0' if self.power_2_scale else '1'} before Python starts."
                 )
         try:
-            from transformer_engine.common.recipe import Float8BlockScaling, QParams
+            from transformer_engine.common.recipe import Float8BlockScaling, QParams  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(f"Training on the GPU needs Transformer Engine, which cannot be imported ({error}).") from error
         if self.fp8:
@@ -89,7 +89,7 @@ class CudaGround:
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=cfg.model.is_moe, qk_layernorm=True)
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
     def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
@@ -147,7 +147,7 @@ class CudaGround:
         """CPU generator, CUDA generator and Megatron's named CUDA streams."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        streams = {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+        streams = {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}  # pyright: ignore[reportOptionalMemberAccess]
         return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(), **streams}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -156,4 +156,4 @@ class CudaGround:
 
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state(state["cuda"])
-        get_cuda_rng_tracker().set_states({k.removeprefix("megatron/"): v for k, v in state.items() if k.startswith("megatron/")})
+        get_cuda_rng_tracker().set_states({k.removeprefix("megatron/"): v for k, v in state.items() if k.startswith("megatron/")})  # pyright: ignore[reportOptionalMemberAccess]

@@ -40,7 +40,7 @@ def initialize_parallel_state(ground: Ground) -> None:
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
-        dist.init_process_group(ground.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(ground.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
 
@@ -110,12 +110,12 @@ def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
         vocab_size=cfg.model.vocab_size,
         max_sequence_length=cfg.model.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=cfg.model.rope_theta,
+        rotary_base=cfg.model.rope_theta,  # pyright: ignore[reportArgumentType]
         share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
         parallel_output=True,
     ).to(ground.device)
     Fp32OutputLayer.become(model.output_layer)
-    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

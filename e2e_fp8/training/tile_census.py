@@ -52,7 +52,9 @@ class TileCensus:
             self._add(kind, matrix, format_name, "1x128")
 
     def _add(self, kind: str, matrix: torch.Tensor, format_name: str, tile: Any) -> None:
-        stats = tile_statistics(matrix, fp8_format_of(format_name), tile, power_2_scale=self._plan.power_2_scale)
+        stats = tile_statistics(
+            matrix, fp8_format_of(format_name), tile, power_2_scale=self._plan.power_2_scale, amax_epsilon=self._plan.amax_epsilon
+        )
         for key, value in stats.items():
             self._sums[f"tiles/{kind}/{key}"] += value * matrix.numel()
             self._elements[f"tiles/{kind}/{key}"] += matrix.numel()

@@ -18,7 +18,13 @@ def random_block(rows: int, columns: int, seed: int) -> Part:
 
 
 @settings(deadline=None, max_examples=25)
-@given(groups=st.integers(1, 4), queries=st.integers(1, 4), tiles=st.integers(1, 2), columns=st.sampled_from([128, 200]), seed=st.integers(0, 99))
+@given(
+    groups=st.integers(1, 4),
+    queries=st.integers(1, 4),
+    tiles=st.integers(1, 2),
+    columns=st.sampled_from([128, 200]),
+    seed=st.integers(0, 99),
+)
 def test_qkv_rows_and_their_scales_follow_each_other(groups, queries, tiles, columns, seed):
     head_dim = 128 * tiles
     fused = random_block(groups * (queries + 2) * head_dim, columns, seed)
@@ -53,13 +59,24 @@ def test_head_dim_64_is_refused():
 def local_names(model: ModelConfig, grouped: bool) -> list[tuple[str, tuple[int, int]]]:
     hidden, width = model.hidden_size, model.moe_intermediate_size
     qkv_rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    names = [("embedding.word_embeddings.weight", (128, hidden)), ("decoder.final_layernorm.weight", (hidden, 1)), ("output_layer.weight", (128, hidden))]
+    names = [
+        ("embedding.word_embeddings.weight", (128, hidden)),
+        ("decoder.final_layernorm.weight", (hidden, 1)),
+        ("output_layer.weight", (128, hidden)),
+    ]
     for layer in range(model.num_hidden_layers):
         p = f"decoder.layers.{layer}."
         norm = p + ("self_attention.linear_qkv.layer_norm_weight" if grouped else "input_layernorm.weight")
-        names += [(norm, (hidden, 1)), (p + "pre_mlp_layernorm.weight", (hidden, 1)), (p + "self_attention.linear_qkv.weight", (qkv_rows, hidden))]
+        names += [
+            (norm, (hidden, 1)),
+            (p + "pre_mlp_layernorm.weight", (hidden, 1)),
+            (p + "self_attention.linear_qkv.weight", (qkv_rows, hidden)),
+        ]
         names += [(p + "self_attention.q_layernorm.weight", (128, 1)), (p + "self_attention.k_layernorm.weight", (128, 1))]
-        names += [(p + "self_attention.linear_proj.weight", (hidden, model.num_attention_heads * 128)), (p + "mlp.router.weight", (8, hidden))]
+        names += [
+            (p + "self_attention.linear_proj.weight", (hidden, model.num_attention_heads * 128)),
+            (p + "mlp.router.weight", (8, hidden)),
+        ]
         for e in range(model.num_experts):
             fc = f"mlp.experts.linear_fc{{}}.weight{e}" if grouped else f"mlp.experts.local_experts.{e}.linear_fc{{}}.weight"
             names += [(p + fc.format(1), (2 * width, hidden)), (p + fc.format(2), (hidden, width))]
