@@ -4,8 +4,10 @@ import importlib.metadata
 import logging
 import os
 import platform
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
@@ -62,7 +64,8 @@ def prepare_environment(cfg: Config) -> None:
     apply_environment(cfg, device=cfg.run.backend)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM dumps its whole state when a step fails; the engine's own error names phase and cause
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     _quiet_imports()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
@@ -87,6 +90,18 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _commit() -> str:
+    """Commit of the working tree this package runs from, ``+`` when it has changes; ``unknown`` outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def describe_environment() -> dict[str, str]:
     """Versions and switches of this process, for run folders and reports."""
     record = {"python": platform.python_version(), "platform": platform.platform(), "cores": str(os.cpu_count())}
@@ -95,6 +110,7 @@ def describe_environment() -> dict[str, str]:
             record[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    record["commit"] = _commit()
     import torch
 
     if torch.cuda.is_available():

@@ -35,6 +35,8 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(2048, rollout.max_model_len),
+        # vLLM rewinds the generator of a request whose prompt it cuts, and a CPU generator cannot be rewound
+        "enable_chunked_prefill": device != "cpu",
         "tensor_parallel_size": rollout.tensor_parallel,
         "enforce_eager": rollout.enforce_eager or device == "cpu",
         "logprobs_mode": "processed_logprobs",
@@ -279,8 +281,8 @@ class VllmEngine:
         return self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
 
     def close(self) -> None:
-        """Shut the engine down and free its memory; a second call does nothing."""
-        if self._llm is None:
+        """Shut the engine down and free its memory; a second call, or one on a dead engine, does nothing."""
+        if self._llm is None or self._thread.is_dead:
             return
         llm, self._llm = self._llm, None
         self._thread.run("shut-down", self.cfg.rollout.timeout_s, lambda: llm.llm_engine.engine_core.shutdown())

@@ -63,6 +63,11 @@ class EngineThread:
             self._dead = f"{phase} failed with {type(error).__name__}: {error}"
             raise EngineError(f"The rollout engine died: {self._dead}.") from error
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether an earlier call failed, timed out, or the thread was stopped."""
+        return self._dead is not None
+
     def _finish(self, grace_s: float) -> None:
         """Let the thread end, waiting for the call it is in for at most ``grace_s`` seconds."""
         self._calls.put(None)

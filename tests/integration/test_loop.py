@@ -1,0 +1,194 @@
+"""The loop in real processes: Megatron-Core and vLLM on the CPU, through the command line.
+
+One run goes through undisturbed; a second is interrupted by SIGINT and resumed. Both must end with the same bytes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.sync.receipt import manifest_of
+from e2e_fp8.types import ExportedTensor
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "training.warm_start.steps=2",
+    "training.warm_start.batch_size=16",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "task.train_size=64",
+    "task.held_out_size=8",
+    "run.eval_interval=2",
+    "run.eval_samples=1",
+    "run.backend=cpu",
+    "run.threads=1",
+]
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "e2e_fp8.cli.main", *map(str, words)]
+
+
+def train_command(out: Path, name: str, *overrides: str, config: str = "quickstart", resume: bool = False) -> list[str]:
+    sets = [word for item in (*TINY, f"run.out_dir={out}", f"run.name={name}", *overrides) for word in ("--set", item)]
+    return command("train", ROOT / f"configs/{config}.yaml", *sets, *(["--resume"] if resume else []))
+
+
+def run(words: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=400, cwd=ROOT, env={**os.environ, **(env or {})})
+
+
+def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    done = run(train_command(out, "straight", "run.steps=4", "run.checkpoint_interval=4"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out / "straight"
+
+
+def interrupt_after(words: list[str], metrics: Path, lines: int) -> int:
+    """Start a run, send SIGINT once ``metrics`` holds ``lines`` records; returns the exit code."""
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
+            process.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.02)
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+def test_records_receipts_and_report(straight):
+    rl = [r for r in records(straight) if r["phase"] == 1.0]
+    assert [r["step"] for r in rl] == [3, 4, 5, 6]
+    assert all(r["receipt/passed"] == 1.0 and r["receipt/tensors"] > 0 for r in rl)
+    assert all(0 <= r["mismatch_kl"] < 0.05 for r in rl)
+    assert all(r["grad_norm"] > 0 for r in rl if r["groups/degenerate"] < r["groups/total"])
+    assert any("tiles/gradients/zero" in r and "reward/held_out" in r for r in rl)
+    receipts = records(straight, "receipts.jsonl")
+    assert len(receipts) == 5
+    assert len({r["digest"] for r in receipts if r["step"] >= 3}) > 1
+    html = (straight / "report.html").read_text()
+    assert "mismatch" in html.lower()
+    assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path):
+    words = train_command(tmp_path, "halves", "run.steps=4", "run.checkpoint_interval=4")
+    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=4) == 130
+    halves = tmp_path / "halves"
+    stopped_at = CheckpointStore(halves / "checkpoints", keep=2).latest()
+    assert stopped_at is not None
+    assert 4 <= stopped_at < 6
+    done = run([*words, "--resume"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (CheckpointStore(d / "checkpoints", keep=2).load(6) for d in (straight, halves))
+    assert_same_state(first["trainer"], second["trainer"], "trainer")
+    timing = ("time", "tokens_per_s", "seconds")
+    for a, b in zip(records(straight), records(halves), strict=True):
+        assert {k: v for k, v in a.items() if not any(t in k for t in timing)} == {
+            k: v for k, v in b.items() if not any(t in k for t in timing)
+        }
+    assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
+
+
+def assert_same_state(a, b, where: str) -> None:
+    import torch
+
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same_state(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), where
+    else:
+        assert a == b, where
+
+
+def test_a_run_is_never_overwritten(straight):
+    done = run(train_command(straight.parent, "straight", "run.steps=4"))
+    assert done.returncode == 2
+    assert "already holds a run" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_export_holds_the_bytes_of_the_last_receipt(straight, tmp_path):
+    done = run(command("export", straight, "--out", tmp_path / "hf"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries = []
+    for shard in sorted((tmp_path / "hf").glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            entries += [ExportedTensor(name=n, tensor=file.get_tensor(n)) for n in file.keys()]  # noqa: SIM118
+    assert manifest_of(entries).combined == records(straight, "receipts.jsonl")[-1]["digest"]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {e.name for e in entries}
+
+
+def test_eval_reports_the_held_out_reward_of_the_run(straight):
+    done = run(command("eval", straight))
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout[done.stdout.index("{") :])
+    assert result["reward/held_out"] == pytest.approx(records(straight)[-1]["reward/held_out"], abs=1e-9)
+
+
+def test_dense_with_reference_kl_and_disk_transport(tmp_path):
+    overrides = (
+        "run.steps=2",
+        "run.checkpoint_interval=0",
+        "objective.kl_coef=0.1",
+        "sync.transport=disk",
+        "training.minibatches_per_step=2",
+    )
+    done = run(train_command(tmp_path, "dense", *overrides, config="quickstart_dense"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rl = [r for r in records(tmp_path / "dense") if r["phase"] == 1.0]
+    assert len(rl) == 2
+    assert all(r["receipt/passed"] == 1.0 for r in rl)
+    assert rl[0]["kl_ref"] >= 0
+    assert rl[1]["kl_ref"] > 0
+    assert rl[-1]["policy_version"] == 2 + 2 * 2
+
+
+BAD_REWARD = """
+def nan(prompt, response, answer, metadata):
+    return float("nan")
+
+
+def constant(prompt, response, answer, metadata):
+    return 1.0
+"""
+
+
+def test_a_nan_reward_is_one_sentence(tmp_path):
+    (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
+    words = train_command(tmp_path, "nan", "run.steps=1", "task.reward=bad_reward:nan", "run.eval_interval=0")
+    done = run(words, {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "must be a finite number" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_equal_rewards_are_counted_and_give_no_gradient(tmp_path):
+    (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
+    words = train_command(tmp_path, "equal", "run.steps=1", "task.reward=bad_reward:constant", "run.eval_interval=0")
+    done = run(words, {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = records(tmp_path / "equal")[-1]
+    assert last["groups/degenerate"] == last["groups/total"] == 4
+    assert last["grad_norm"] == 0
