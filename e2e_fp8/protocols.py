@@ -59,7 +59,7 @@ class TaskData(Protocol):
     held_out: Sequence[Prompt]
 
     def score(self, prompt: Prompt, response_text: str) -> float:
-        """Finite reward; raises RewardError naming the prompt otherwise."""
+        """Finite reward; raises DataError naming the prompt otherwise."""
         ...
 
 
