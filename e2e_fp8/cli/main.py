@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ asked (one sentence says which), 130 interrupted.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A UserError prints its message alone; any other exception is a bug and propagates."""
+    # read when torch is first imported; its C++ warnings name nothing a user can act on
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)

@@ -78,6 +78,7 @@ def _quiet_imports() -> None:
     for module in (r"megatron\..*", r"cellpylib\..*", r"torch\.utils\.cpp_extension"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", message="Apex is not installed.*")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
