@@ -81,4 +81,17 @@ def open_session(cfg: Config, model_dir: Path) -> Session:
     task = load_task_for(cfg)
     write_model_dir(cfg, task, model_dir)
     trainer = MegatronEngine(cfg)
+    _seed_generators(cfg.run.seed)
     return Session(cfg=cfg, task=task, trainer=trainer, model_dir=model_dir)
+
+
+def _seed_generators(seed: int) -> None:
+    """Global generators of the process, seeded once all imports are done: some libraries seed them from the clock."""
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -62,12 +62,12 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
 def preserved_process_state() -> Iterator[None]:
     """Undo what starting vLLM does to its host process, which is the trainer's.
 
-    It seeds the global generators, and its CPU worker replaces ``torch.set_num_threads`` by a function that only warns.
+    It seeds Python's and numpy's generators (torch's are kept by the engine's thread), and its CPU worker replaces
+    ``torch.set_num_threads`` by a function that only warns.
     """
     set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
         torch.set_num_threads = set_num_threads
         random.setstate(python_state)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from e2e_fp8.errors import EngineError, UserError
 
 Result = TypeVar("Result")
@@ -34,9 +36,13 @@ class EngineThread:
         while (item := self._calls.get()) is not None:
             call, future = item
             try:
-                future.set_result(call())
+                # The global generators are the trainer's too: a resumed run must find them as an undisturbed one leaves them.
+                with torch.random.fork_rng():
+                    result = call()
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                future.set_result(result)
 
     def run(self, phase: str, timeout_s: float, call: Callable[[], Result]) -> Result:
         """Result of ``call`` made on the engine's thread.
