@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from training_cases import fresh_generator, random_batch, small_config
 
 from e2e_fp8.errors import CheckpointError
+from e2e_fp8.megatron_names import hf_sources
 from e2e_fp8.training.attention import sdpa_packed
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.head import Fp32LogitsFunction
-from e2e_fp8.training.weights import hf_shapes, hf_sources, import_safetensors, initial_hf_weights
+from e2e_fp8.training.weights import hf_shapes, import_safetensors, initial_hf_weights
 
 SHAPES = {
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},

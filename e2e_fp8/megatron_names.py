@@ -1,0 +1,54 @@
+"""Megatron's parameter names and the Hugging Face parameters each is made of, for Qwen3 and Qwen3-MoE: the one table.
+
+Both grounds are covered: the local spec (``experts.local_experts.3.linear_fc1.weight``, ``input_layernorm.weight``) and the
+Transformer Engine spec (``experts.linear_fc1.weight3``, ``linear_qkv.layer_norm_weight``).
+"""
+
+import re
+
+_LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+
+
+def hf_sources(megatron_name: str) -> list[str]:
+    """HF parameter names that make up one Megatron parameter, in fusion order.
+
+    Takes names of both grounds (``...experts.local_experts.3.linear_fc1.weight`` and ``...experts.linear_fc1.weight3``).
+
+    Raises:
+        ValueError: the name is not one of Qwen3's or Qwen3-MoE's.
+    """
+    if megatron_name in _TOP:
+        return [_TOP[megatron_name]]
+    layer = _LAYER.fullmatch(megatron_name)
+    if layer is None:
+        raise ValueError(f"No Hugging Face name is known for the trainer's parameter {megatron_name}.")
+    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    if rest in _LAYER_NAMES:
+        return [prefix + _LAYER_NAMES[rest]]
+    if rest == "self_attention.linear_qkv.weight":
+        return [f"{prefix}self_attn.{p}_proj.weight" for p in "qkv"]
+    if rest == "mlp.linear_fc1.weight":
+        return [f"{prefix}mlp.{p}_proj.weight" for p in ("gate", "up")]
+    expert = _EXPERT.fullmatch(rest)
+    if expert is None:
+        raise ValueError(f"No Hugging Face name is known for the trainer's parameter {megatron_name}.")
+    index, half = (expert[1], expert[2]) if expert[1] is not None else (expert[4], expert[3])
+    projections = ("gate", "up") if half == "1" else ("down",)
+    return [f"{prefix}mlp.experts.{index}.{p}_proj.weight" for p in projections]
