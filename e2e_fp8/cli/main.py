@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"e2e-fp8: {err}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("e2e-fp8: interrupted; e2e-fp8 train CONFIG --resume continues from the newest checkpoint.", file=sys.stderr)
+        print("e2e-fp8: interrupted; if the run has a checkpoint, e2e-fp8 train CONFIG --resume continues from it.", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

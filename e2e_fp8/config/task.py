@@ -21,5 +21,6 @@ class TaskConfig(Section):
     held_out_size: int = Field(default=128, ge=1, description="Held-out prompts, disjoint from training.")
     seed: int = Field(default=1, ge=0, description="Seed of the procedural generator and of the split.")
     tokenizer: str = Field(
-        default="auto", description="auto trains a small tokenizer on the task's text; otherwise an HF tokenizer directory."
+        default="auto",
+        description="auto takes the one of model.hf_path, or trains a small one on the task's text; otherwise an HF tokenizer directory.",
     )

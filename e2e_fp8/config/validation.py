@@ -155,6 +155,11 @@ def _require_fused_agree(cfg: "Config", names: list[str]) -> None:
             )
 
 
+def _shortened(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _check_tiles(cfg: "Config") -> None:
     if not uses_fp8(cfg):
         return
@@ -176,7 +181,7 @@ def _check_tiles(cfg: "Config") -> None:
             continue
         label = " x ".join(f"model.{name}" for name in names)
         raise ConfigError(
-            f"{label} is {size}, not a multiple of {BLOCK}, so FP8 tiles of {', '.join(modules)} would be cut: use {_nearest(size)}, "
+            f"{label} is {size}, not a multiple of {BLOCK}, so FP8 tiles of {_shortened(modules)} would be cut: use {_nearest(size)}, "
             "or add these modules to numerics.high_precision_modules, or set numerics.training_precision and rollout_precision to bf16."
         )
 

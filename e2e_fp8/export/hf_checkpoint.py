@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from e2e_fp8.errors import CheckpointError
@@ -36,17 +37,22 @@ def write_hf_checkpoint(
         total = _write_shards(partial, tensors, max_shard_bytes)
         (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         if tokenizer_dir is not None:
-            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            for name in (
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+                "generation_config.json",
+                "chat_template.jinja",
+            ):
                 if (tokenizer_dir / name).exists():
                     shutil.copy(tokenizer_dir / name, partial / name)
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"could not write the checkpoint {out}: {error.strerror or error}; free space or choose another folder."
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"could not write the checkpoint {out}: {reason}; free space or choose another folder.") from error
     return total
 
 

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from e2e_fp8.errors import UserError
 from e2e_fp8.observability.charts import Line, line_chart, short, stacked_bars
 from e2e_fp8.observability.figures import Figure, duration, final_figures
 from e2e_fp8.observability.history import RunHistory, flatten, load_history
@@ -28,8 +29,13 @@ def write_report(run_dir: Path) -> Path:
     history = load_history(run_dir)
     path = Path(run_dir) / "report.html"
     temporary = path.with_suffix(".html.tmp")
-    temporary.write_text(_page(history), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(_page(history), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); free space or permissions, then run `e2e-fp8 report {run_dir}`."
+        ) from error
     return path
 
 

@@ -4,14 +4,13 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.run_folder import load_run_config
-from e2e_fp8.orchestration.session import open_session
+from e2e_fp8.orchestration.session import hf_config_of, open_session
 from e2e_fp8.orchestration.weight_sync import exported_tensors
 
 
@@ -35,5 +34,5 @@ def export(run_dir: Path, out: Path, precision: Literal["fp8", "bf16"]) -> Path:
         else:
             tensors = to_hf(session.trainer.named_high_precision_weights(), cfg.model)
             quantization = None
-        write_hf_checkpoint(out, tensors, to_hf_config(cfg.model, quantization), tokenizer_dir=session.model_dir)
+        write_hf_checkpoint(out, tensors, hf_config_of(cfg, session.task, quantization), tokenizer_dir=session.model_dir)
     return out

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.errors import CheckpointError, ConfigError, UserError
 from e2e_fp8.observability.metrics import truncate_jsonl
 from e2e_fp8.observability.progress import Progress, print_summary
 from e2e_fp8.observability.report import write_report
@@ -25,10 +26,12 @@ from e2e_fp8.orchestration.environment import describe_environment
 from e2e_fp8.orchestration.evaluate import example_record, held_out_reward
 from e2e_fp8.orchestration.metrics_sink import open_sink
 from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
-from e2e_fp8.orchestration.run_folder import RunFolder
+from e2e_fp8.orchestration.run_folder import RunFolder, load_run_config
 from e2e_fp8.orchestration.session import Session, open_session
 from e2e_fp8.orchestration.warm_start import warm_start
 from e2e_fp8.orchestration.weight_sync import SyncReport
+
+_STEP_LOGS = ("receipts.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -66,12 +69,19 @@ class Run:
         """Warm-start steps and RL steps done so far, in one count."""
         self.seconds_before = 0.0
         if cfg.run.resume:
+            self._check_resumable()
+        if cfg.run.resume and self.store.steps():
             self._resume()
         else:
-            self.folder.write_inputs(cfg, describe_environment())
+            # a run that ended before its first checkpoint starts over in its own folder
+            for name in _STEP_LOGS:
+                truncate_jsonl(self.folder.root / name, -1)
+            self.folder.write_inputs(self.cfg, describe_environment())
         self.sink = open_sink(self.cfg, self.folder.root, self.global_step)
         self.progress = Progress(warm_steps=self.warm_steps, rl_steps=self.cfg.run.steps)
         self.stop = StopFlag()
+        self.boundary_version = self.session.trainer.policy_version
+        """Policy version at the last step boundary; a failure later in a step is saved only if the weights are still those."""
 
     @property
     def warm_steps(self) -> int:
@@ -85,8 +95,21 @@ class Run:
         self.seconds_before = float(state["seconds"])
         if state.get("reference") is not None:
             self.session.make_reference(state["reference"])
-        for name in ("receipts.jsonl", "samples.jsonl", "evaluations.jsonl"):
+        for name in _STEP_LOGS:
             truncate_jsonl(self.folder.root / name, self.global_step)
+
+    def _check_resumable(self) -> None:
+        """Raises ConfigError when the state of the run would mean something else under the given configuration."""
+        old = load_run_config(self.folder.root)
+        for field, before, now in (
+            ("model", old.model, self.cfg.model),
+            ("numerics", old.numerics, self.cfg.numerics),
+            ("task", old.task, self.cfg.task),
+            ("training.warm_start", old.training.warm_start, self.cfg.training.warm_start),
+            ("run.seed", old.run.seed, self.cfg.run.seed),
+        ):
+            if before != now:
+                raise ConfigError(f"{field} differs from {self.folder.root}/config.yaml; restore it to resume, or choose another run.name.")
 
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
@@ -97,9 +120,12 @@ class Run:
         record["time"] = self._seconds()
         self.sink.log(self.global_step, record)
         self.progress.update(self.global_step, record)
+        self.boundary_version = self.session.trainer.policy_version
 
     def checkpoint(self) -> None:
-        """Write the state after the current step."""
+        """Write the state after the current step, once."""
+        if self.global_step in self.store.steps():
+            return
         state: dict[str, Any] = {
             "trainer": self.session.trainer.state_dict(),
             "global_step": self.global_step,
@@ -132,6 +158,8 @@ class Run:
         for step in range(first, self.cfg.run.steps):
             self._rl_step(step)
             self.stop_if_asked()
+        if self.cfg.run.checkpoint_interval:
+            self.checkpoint()
 
     def _log_start(self) -> None:
         reward = held_out_reward(self.session, self.cfg.run.eval_samples)
@@ -174,9 +202,22 @@ class Run:
                 "bytes": receipt.num_bytes if receipt else 0,
                 "digest": receipt.combined if receipt else "",
                 "seconds": sync.seconds,
-                "passed": receipt is not None,
+                "passed": receipt is not None and bool(receipt.digests),
             },
         )
+
+    def save_after(self, error: UserError) -> None:
+        """Keep the steps done so far when one fails before it changed the weights."""
+        if self.session.trainer.policy_version == self.boundary_version and not isinstance(error, CheckpointError) and self.global_step:
+            self.checkpoint()
+
+    def report(self) -> None:
+        """Write the report of what there is; a report that cannot be written must not hide why the run ended."""
+        try:
+            if (self.folder.root / "metrics.jsonl").exists():
+                write_report(self.folder.root)
+        except UserError as error:
+            self.progress.note(str(error))
 
     def close(self) -> None:
         """Release the engine, sinks and signal handlers."""
@@ -191,9 +232,11 @@ def train(cfg: Config) -> Path:
     run = Run(cfg)
     try:
         run.execute()
+    except UserError as error:
+        run.save_after(error)
+        raise
     finally:
         run.close()
-        if (run.folder.root / "metrics.jsonl").exists():
-            write_report(run.folder.root)
+        run.report()
     print_summary(run.folder.root)
     return run.folder.root

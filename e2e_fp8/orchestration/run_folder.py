@@ -21,10 +21,8 @@ class RunFolder:
         occupied = (self.root / "config.yaml").exists()
         if occupied and not cfg.run.resume:
             raise ConfigError(f"run.name: {self.root} already holds a run; add --resume to continue it, or choose another run.name.")
-        if cfg.run.resume and not self.checkpoints.is_dir():
-            raise ConfigError(
-                f"run.resume: {self.checkpoints} does not exist, so there is nothing to resume; drop --resume to start this run."
-            )
+        if cfg.run.resume and not occupied:
+            raise ConfigError(f"run.resume: {self.root} holds no run, so there is nothing to resume; drop --resume to start this run.")
         self.root.mkdir(parents=True, exist_ok=True)
 
     def write_inputs(self, cfg: Config, environment: dict[str, str]) -> None:

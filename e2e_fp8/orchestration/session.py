@@ -22,8 +22,14 @@ def write_model_dir(cfg: Config, task: Task, model_dir: Path) -> None:
     quantization = None
     if cfg.numerics.rollout_precision == "fp8":
         quantization = QuantizationPlan.from_config(cfg).hf_quantization_config(cfg.model)
-    (model_dir / "config.json").write_text(json.dumps(to_hf_config(cfg.model, quantization), indent=2) + "\n")
+    (model_dir / "config.json").write_text(json.dumps(hf_config_of(cfg, task, quantization), indent=2) + "\n")
     task.tokenizer.save(model_dir)
+
+
+def hf_config_of(cfg: Config, task: Task, quantization: dict[str, Any] | None) -> dict[str, Any]:
+    """config.json of the policy, with the tokenizer's special tokens."""
+    tokenizer = task.tokenizer
+    return to_hf_config(cfg.model, quantization, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
 
 def load_task_for(cfg: Config) -> Task:

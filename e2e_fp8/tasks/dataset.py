@@ -41,12 +41,14 @@ def load_task(cfg: Config) -> Task:
     train, held_out = _split(prompts, cfg.task)
     if cfg.training.warm_start.steps:
         _require_answers(train)
-    if cfg.task.tokenizer == "auto":
+    # a checkpoint comes with the tokenizer its embedding was trained with
+    source = cfg.task.tokenizer if cfg.task.tokenizer != "auto" else cfg.model.hf_path or "auto"
+    if source == "auto":
         tokenizer = train_tokenizer(
             (t for p in train for t in (p.text, p.answer)), cfg.model.vocab_size, alphabet_of=(p.text for p in held_out)
         )
     else:
-        tokenizer = load_tokenizer(Path(cfg.task.tokenizer))
+        tokenizer = load_tokenizer(Path(source))
     limit = cfg.rollout.max_model_len - cfg.rollout.max_response_tokens
     return Task(
         train=[_encoded(p, tokenizer, limit) for p in train],

@@ -1,5 +1,6 @@
 """Build Qwen3 and Qwen3-MoE as Megatron-Core's GPTModel, wrapped for BF16, data parallelism and the distributed optimizer."""
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ def check_supported(cfg: Config) -> None:
             raise ConfigError(f"training.parallel.{field} is {size}, but the trainer supports 1 only for now.")
     if dist.is_initialized() and dist.get_world_size() != 1:
         raise ConfigError(f"The trainer runs in one process for now, but torch.distributed has {dist.get_world_size()} ranks.")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but the trainer runs in one process for now: use --nproc-per-node 1.")
     model = cfg.model
     if model.num_attention_heads % model.num_key_value_heads:
         raise ConfigError("model.num_attention_heads must be a multiple of model.num_key_value_heads.")

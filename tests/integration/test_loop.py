@@ -182,6 +182,7 @@ def test_a_nan_reward_is_one_sentence(tmp_path):
     assert done.returncode == 2
     assert "must be a finite number" in done.stderr
     assert "Traceback" not in done.stderr
+    assert CheckpointStore(tmp_path / "nan" / "checkpoints", keep=2).latest() == 2, "the warm start must not be lost"
 
 
 def test_equal_rewards_are_counted_and_give_no_gradient(tmp_path):
