@@ -33,7 +33,7 @@ echo "About 6 GB, one to three minutes with a fast package mirror."
 started=$SECONDS
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
-.venv/bin/python -m pip install -q --disable-pip-version-check "$(grep '^uv==' requirements/setup.txt)"
+.venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^uv==' requirements/setup.txt)"
 args=(); for file in "${groups[@]}"; do args+=(-r "$file"); done
 .venv/bin/uv pip install -q --python .venv/bin/python --no-deps "${args[@]}"
 .venv/bin/uv pip install -q --python .venv/bin/python --no-deps -e .
