@@ -1,7 +1,6 @@
 """The seams between stages. Orchestration talks to these; each ground implements them once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +25,8 @@ class TrainEngine(Protocol):
         """Forward, backward over all micro-batches, loss sums divided by ``denominator``, one optimizer step, parameter sync."""
         ...
 
-    def exported_tensors(self) -> Iterator[ExportedTensor]:
-        """HF-named tensors of the current weights, read after the parameter sync; FP8 bytes as they are in memory."""
+    def named_local_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """(Megatron name, FP8 codes or BF16 weight, scale_inv or None), read after the parameter sync; bytes as they are in memory."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -68,9 +67,3 @@ class MetricSink(Protocol):
 
     def log(self, step: int, record: dict[str, float]) -> None: ...
     def close(self) -> None: ...
-
-
-class CheckpointPath(Protocol):
-    """Where a run keeps its state."""
-
-    root: Path

@@ -212,11 +212,11 @@ class VllmEngine:
             delivered[entry.name] = entry.tensor.detach()
         check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
         if self._in_place:
-            self._copy_in_place(delivered, policy_version)
+            self._update(lambda: self._copy_in_place(delivered), policy_version)
             return
         token = post(list(delivered.items()))
         try:
-            self._update({"token": token}, policy_version)
+            self._update(lambda: self._layerwise_reload({"token": token}), policy_version)
         finally:
             discard(token)
 
@@ -229,37 +229,35 @@ class VllmEngine:
         """
         return self.device == "cuda" and "quantization_config" in self.hf_config
 
-    def _copy_in_place(self, delivered: dict[str, torch.Tensor], policy_version: int) -> None:
+    def _copy_in_place(self, delivered: dict[str, torch.Tensor]) -> None:
         """Write every tensor into the engine's own storage: no allocation, addresses kept, CUDA graphs stay valid."""
-
-        def transfer() -> None:
-            parameters = self._parameters()
-            targets = [slot.view(parameters) for slot in self.layout]
-            sources = [delivered[slot.name] for slot in self.layout]
-            for element_bytes in sorted({t.element_size() for t in targets}):
-                raw = _RAW_DTYPES[element_bytes]
-                chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
-                torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])  # pyright: ignore[reportPrivateImportUsage]
-            torch.cuda.synchronize()
-            if not self._llm.reset_prefix_cache():
-                raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
-
-        self.policy_version = None
-        self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
-        self.policy_version = policy_version
+        parameters = self._parameters()
+        targets = [slot.view(parameters) for slot in self.layout]
+        sources = [delivered[slot.name] for slot in self.layout]
+        for element_bytes in sorted({t.element_size() for t in targets}):
+            raw = _RAW_DTYPES[element_bytes]
+            chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
+            torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])  # pyright: ignore[reportPrivateImportUsage]
+        torch.cuda.synchronize()
 
     def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> None:
         """As :meth:`update_weights`, from the safetensors files of ``directory``."""
         from e2e_fp8.rollout.weight_transfer import read_directory
 
         check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_directory(directory)})
-        self._update({"directory": str(directory)}, policy_version)
+        self._update(lambda: self._layerwise_reload({"directory": str(directory)}), policy_version)
 
-    def _update(self, update_info: dict[str, str], policy_version: int) -> None:
+    def _layerwise_reload(self, update_info: dict[str, str]) -> None:
+        """vLLM's own update, through the registered weight-transfer engine."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": update_info})
+        self._llm.finish_weight_update()
+
+    def _update(self, write: Callable[[], None], policy_version: int) -> None:
+        """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version."""
+
         def transfer() -> None:
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": update_info})
-            self._llm.finish_weight_update()
+            write()
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
 
