@@ -20,21 +20,6 @@ def hf_modules_of(megatron_linear: str) -> list[str]:
     return [name.removesuffix(".weight") for name in hf_sources(megatron_linear)]
 
 
-def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cfg: ModelConfig) -> torch.Tensor:
-    """Megatron's rows: for each key/value group its query heads, then its key head, then its value head; ``[(N + 2 G) D, H]``."""
-    groups, width = cfg.num_key_value_heads, cfg.head_dim
-    parts = [t.view(groups, -1, width, t.size(1)) for t in (q, k, v)]
-    return torch.cat(parts, dim=1).reshape(-1, q.size(1))
-
-
-def fuse(megatron_name: str, parts: list[torch.Tensor], cfg: ModelConfig) -> torch.Tensor:
-    """One Megatron parameter from its HF parts, in the order of ``hf_sources``."""
-    if megatron_name.endswith("linear_qkv.weight"):
-        q, k, v = parts
-        return fuse_qkv(q, k, v, cfg)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def hf_shapes(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every parameter of the HF model, in a fixed order."""
     hidden, width = cfg.hidden_size, cfg.head_dim
@@ -94,7 +79,8 @@ def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: Mo
         if given[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"Tensor {name} has dtype {given[name].dtype}; weights are read as float32, bfloat16 or float16.")
     for name in names:
-        yield name, fuse(name, [given[source].float() for source in hf_sources(name)], cfg)
+        # rows in the order of hf_sources: q, k, v and gate, up, as the rollout engine stacks them
+        yield name, torch.cat([given[source].float() for source in hf_sources(name)])
 
 
 def import_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
