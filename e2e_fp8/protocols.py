@@ -40,8 +40,8 @@ class RolloutEngine(Protocol):
         """``group_size`` samples for each prompt, in prompt order; log-probs at the sampling temperature."""
         ...
 
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> None:
-        """Deliver a complete set of weights into the running engine and reset its prefix cache."""
+    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
+        """Deliver a complete set of weights into the running engine and reset its prefix cache; returns the bytes moved."""
         ...
 
     def read_back(self) -> Iterator[ExportedTensor]:

@@ -11,7 +11,7 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.training.ground import linear_weight_names
+from e2e_fp8.training.ground import linear_weight_names, local_expert_weights
 from e2e_fp8.training.weights import hf_modules_of
 
 SCALE_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -93,6 +93,15 @@ class CudaGround:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
+    def arrange_parameters(self, model: torch.nn.Module) -> None:
+        """Register each layer's experts last to first: Megatron fills its buffer from the last parameter, so they lie in order there."""
+        for names in local_expert_weights(model):
+            module_name, _, _ = names[0].rpartition(".")
+            parameters = model.get_submodule(module_name)._parameters
+            for name in reversed(names):
+                leaf = name.rpartition(".")[2]
+                parameters[leaf] = parameters.pop(leaf)
+
     def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
         """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
         for name in linear_weight_names(model):
@@ -107,6 +116,7 @@ class CudaGround:
                 )
         if plan.training_fp8:
             self._check_quantizers(model)
+            self._stack_expert_scales(model)
 
     @staticmethod
     def _precision_name(plan: QuantizationPlan) -> str:
@@ -128,6 +138,15 @@ class CudaGround:
                     )
         if not seen:
             raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")
+
+    @staticmethod
+    def _stack_expert_scales(model: torch.nn.Module) -> None:
+        """One block of memory for the scales of a layer's experts, in order; Transformer Engine writes scales in place."""
+        for names in local_expert_weights(model):
+            weights: list[Any] = [model.get_parameter(name) for name in names]
+            stacked = torch.stack([weight._rowwise_scale_inv for weight in weights])
+            for weight, scale_inv in zip(weights, stacked, strict=True):
+                weight._rowwise_scale_inv = scale_inv
 
     def after_parameter_sync(self, model: torch.nn.Module) -> None:
         """Nothing: the parameters are the bytes."""

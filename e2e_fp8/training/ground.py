@@ -1,5 +1,6 @@
 """What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -7,7 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+
+_EXPERT_WEIGHT = re.compile(r"(.*\.local_experts\.)(\d+)(\.linear_fc[12])\.weight")
 
 
 class Ground(Protocol):
@@ -42,6 +46,10 @@ class Ground(Protocol):
         """Megatron layer spec with this ground's linears and PackedAttention."""
         ...
 
+    def arrange_parameters(self, model: torch.nn.Module) -> None:
+        """Before Megatron lays the parameters out in its buffers: bring the experts of a layer into the engine's order."""
+        ...
+
     def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
         """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
 
@@ -71,3 +79,14 @@ def linear_weight_names(model: torch.nn.Module) -> Iterator[str]:
     for name, _ in model.named_parameters():
         if ".linear_" in name and not name.endswith(("layer_norm_weight", "bias")):
             yield name
+
+
+def local_expert_weights(model: torch.nn.Module) -> Iterator[list[str]]:
+    """For each layer and each of fc1 and fc2, the parameter names of this rank's experts in ascending order."""
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for name, _ in model.named_parameters():
+        match = _EXPERT_WEIGHT.fullmatch(neutral_name(name))
+        if match is not None:
+            groups.setdefault(match[1] + match[3], []).append((int(match[2]), name))
+    for members in groups.values():
+        yield [name for _, name in sorted(members)]

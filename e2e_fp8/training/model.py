@@ -118,6 +118,7 @@ def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
         share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
         parallel_output=True,
     ).to(ground.device)
+    ground.arrange_parameters(model)
     Fp32OutputLayer.become(model.output_layer)
     model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
     settings = DistributedDataParallelConfig(
