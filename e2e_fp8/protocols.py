@@ -48,6 +48,10 @@ class RolloutEngine(Protocol):
         """Every FP8 tensor and scale of the live engine under its HF name, as views of the engine's own memory."""
         ...
 
+    def sleep(self) -> None:
+        """Give up the memory that the configuration says until the next update or generation."""
+        ...
+
     def close(self) -> None: ...
 
 

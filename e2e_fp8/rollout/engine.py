@@ -56,6 +56,7 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         if rollout.kv_cache_gib is not None:
             # vLLM still asks for its share to be free at the start
             args |= {"kv_cache_memory_bytes": rollout.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
+        args["enable_sleep_mode"] = rollout.sleep_level > 0
         if is_moe and fp8:
             args["moe_backend"] = rollout.moe_backend
     return args
@@ -97,6 +98,7 @@ class VllmEngine:
         self.eos_token_id = eos_token_id
         self.decode = decode
         self._requests = 0
+        self._asleep = False
         self._thread = EngineThread()
         self._llm: Any = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
 
@@ -142,6 +144,8 @@ class VllmEngine:
             max_response_tokens=rollout.max_response_tokens,
             vocab_size=self.hf_config["vocab_size"],
         )
+        if self._asleep:
+            self._thread.run("wake-up", rollout.timeout_s, self._wake)
         phase = f"generation of {len(prompts)} x {group_size} samples"
         outputs = self._thread.run(phase, rollout.timeout_s, lambda: self._generate(prompts, group_size, seed))
         return [
@@ -276,6 +280,7 @@ class VllmEngine:
         """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version."""
 
         def transfer() -> None:
+            self._wake()
             write()
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
@@ -283,6 +288,21 @@ class VllmEngine:
         self.policy_version = None
         self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
         self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Release memory as ``rollout.sleep_level`` says until the next update, or at level 1 the next generation."""
+        level = self.cfg.rollout.sleep_level
+        if level == 0 or self._asleep:
+            return
+        self._thread.run("sleep", self.cfg.rollout.timeout_s, lambda: self._llm.sleep(level=level))
+        self._asleep = True
+        if level == 2:
+            self.policy_version = None
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def read_back(self) -> Iterator[ExportedTensor]:
         """Every FP8 weight and ``weight_scale_inv`` of the live model under its HF name, as views of the engine's memory.
