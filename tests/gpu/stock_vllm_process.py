@@ -21,7 +21,14 @@ def main(checkpoint: Path) -> None:
     """Load, compare, generate."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=str(checkpoint), max_model_len=128, gpu_memory_utilization=0.1, enforce_eager=True, moe_backend="deep_gemm")
+    llm = LLM(
+        model=str(checkpoint),
+        max_model_len=128,
+        kv_cache_memory_bytes=4 << 30,
+        gpu_memory_utilization=0.02,
+        enforce_eager=True,
+        moe_backend="deep_gemm",
+    )
     parameters = llm.apply_model(lambda model: dict(model.named_parameters()))[0]
     files = {}
     for path in sorted(checkpoint.glob("*.safetensors")):

@@ -20,7 +20,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("config", ["quickstart_dense", "quickstart"])
 def test_stock_vllm_serves_the_exported_bytes(config, tmp_path):
     sets = {"run.out_dir": tmp_path, "run.name": "r", "run.steps": 3, "run.checkpoint_interval": 3, "run.eval_interval": 3}
-    sets |= {"rollout.gpu_memory_utilization": 0.1, "run.backend": "cuda"}
+    sets |= {"rollout.kv_cache_gib": 4, "run.backend": "cuda"}
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     run("-m", "e2e_fp8.cli.main", "train", f"configs/{config}.yaml", *words)
     run("-m", "e2e_fp8.cli.main", "export", tmp_path / "r", "--out", tmp_path / "hf")
