@@ -28,6 +28,7 @@ def engine_shards(
         LayoutError: the model is unknown, or its sizes do not divide by the parallel sizes.
     """
     shape = model_shape(hf_config, fp8)
+    check_expert_ranks(shape, parallel)
     place = parallel.coordinates(rank)
     templates: dict[LayerKind, list[ShardedParameter]] = {}
     top = top_parameters(shape, parallel, place)
@@ -39,14 +40,32 @@ def engine_shards(
     return found + top[1:]
 
 
+def check_expert_ranks(shape: ModelShape, parallel: EngineParallel) -> None:
+    """Raise LayoutError when whole experts are dealt out to more ranks than there are experts."""
+    if parallel.expert and 0 < shape.experts < parallel.engine_size:
+        raise LayoutError(f"{shape.experts} experts cannot be dealt out to the {parallel.engine_size} ranks of an engine: use fewer.")
+
+
 def scale_name(parameter: str) -> str:
     """vLLM's parameter with the block scales of ``parameter``."""
     return f"{parameter}_scale_inv"
 
 
-def layer_parameters(shape: ModelShape, kind: LayerKind, parallel: EngineParallel, place: EngineRank) -> Iterator[ShardedParameter]:
-    """Parameters of one layer under relative names on both sides."""
-    tensors, index, size = layer_tensors(shape, kind), place.tensor, parallel.tensor
+def layer_parameters(
+    shape: ModelShape, kind: LayerKind, parallel: EngineParallel, place: EngineRank, *, experts: bool | None = None
+) -> Iterator[ShardedParameter]:
+    """Parameters of one layer under relative names on both sides; only the routed experts, or all others, if ``experts`` is given."""
+    tensors = layer_tensors(shape, kind)
+    if experts is not True:
+        yield from _dense_parameters(shape, kind, parallel, tensors, place.tensor)
+    if experts is not False and kind.moe:
+        yield from _experts(shape, tensors, parallel, place)
+
+
+def _dense_parameters(
+    shape: ModelShape, kind: LayerKind, parallel: EngineParallel, tensors: _Tensors, index: int
+) -> Iterator[ShardedParameter]:
+    size = parallel.tensor
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield whole(name, tensors[name])
     if shape.mla:
@@ -61,7 +80,6 @@ def layer_parameters(shape: ModelShape, kind: LayerKind, parallel: EngineParalle
         yield whole("mlp.gate.e_score_correction_bias", tensors["mlp.gate.e_score_correction_bias"])
     if shape.shared_ffn:
         yield from _swiglu("mlp.shared_experts", tensors, *((index, size) if parallel.splits_shared_experts else (0, 1)))
-    yield from _experts(shape, tensors, parallel, place)
 
 
 def top_parameters(shape: ModelShape, parallel: EngineParallel, place: EngineRank) -> list[ShardedParameter]:
@@ -124,8 +142,6 @@ def _swiglu(module: str, tensors: _Tensors, index: int, size: int) -> Iterator[S
 
 def _experts(shape: ModelShape, tensors: _Tensors, parallel: EngineParallel, place: EngineRank) -> Iterator[ShardedParameter]:
     whole_experts = parallel.expert and parallel.engine_size > 1
-    if whole_experts and shape.experts < parallel.engine_size:
-        raise LayoutError(f"{shape.experts} experts cannot be dealt out to the {parallel.engine_size} ranks of an engine: use fewer.")
     chosen = local_experts(shape.experts, place.expert, parallel.engine_size) if whole_experts else range(shape.experts)
     index, size = (0, 1) if whole_experts else (place.expert, parallel.engine_size)
     gate_up, down = [], []

@@ -16,6 +16,14 @@ Kind = Literal["linear", "norm", "embedding", "router", "router_bias", "bias"]
 Fp8Predicate = Callable[[str], bool]
 
 
+FP8_DTYPE = "float8_e4m3fn"
+
+
+def dtype_name(kind: Kind, fp8: bool) -> str:
+    """``float8_e4m3fn``, ``float32`` (the router's bias) or ``bfloat16``: the same on both sides."""
+    return FP8_DTYPE if fp8 else "float32" if kind == "router_bias" else "bfloat16"
+
+
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     """One tensor of a Hugging Face checkpoint."""
@@ -29,8 +37,8 @@ class HfTensor:
 
     @property
     def dtype(self) -> str:
-        """``float8_e4m3fn``, ``float32`` (the router's bias) or ``bfloat16``."""
-        return "float8_e4m3fn" if self.fp8 else "float32" if self.kind == "router_bias" else "bfloat16"
+        """See ``dtype_name``."""
+        return dtype_name(self.kind, self.fp8)
 
 
 @dataclass(frozen=True, slots=True)

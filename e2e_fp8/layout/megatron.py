@@ -53,10 +53,34 @@ def megatron_shards(
 
 
 def layer_parameters(
-    shape: ModelShape, kind: LayerKind, parallel: MegatronParallel, place: MegatronRank, qkv_order: QkvOrder, spec: Spec
+    shape: ModelShape,
+    kind: LayerKind,
+    parallel: MegatronParallel,
+    place: MegatronRank,
+    qkv_order: QkvOrder,
+    spec: Spec,
+    *,
+    experts: bool | None = None,
 ) -> Iterator[ShardedParameter]:
-    """Parameters of one layer under relative names on both sides."""
+    """Parameters of one layer under relative names on both sides; only the routed experts, or all others, if ``experts`` is given."""
     tensors = layer_tensors(shape, kind)
+    if experts is not True:
+        yield from _dense_parameters(shape, kind, tensors, parallel, place, qkv_order, spec)
+    if experts is not False and kind.moe:
+        first, last = share(shape.experts, place.expert, parallel.expert, "The experts")
+        for local, expert in enumerate(range(first, last)):
+            yield from _expert(local, expert, tensors, parallel, place, spec)
+
+
+def _dense_parameters(
+    shape: ModelShape,
+    kind: LayerKind,
+    tensors: _Tensors,
+    parallel: MegatronParallel,
+    place: MegatronRank,
+    qkv_order: QkvOrder,
+    spec: Spec,
+) -> Iterator[ShardedParameter]:
     yield from _norms(shape, kind, tensors, spec)
     if shape.mla:
         yield from _latent_attention(tensors, parallel, place, spec)
@@ -70,9 +94,6 @@ def layer_parameters(
         yield whole("mlp.router.expert_bias", tensors["mlp.gate.e_score_correction_bias"])
     if shape.shared_ffn:
         yield from _swiglu("mlp.shared_experts", "mlp.shared_experts", tensors, place.tensor, parallel.tensor)
-    first, last = share(shape.experts, place.expert, parallel.expert, "The experts")
-    for local, expert in enumerate(range(first, last)):
-        yield from _expert(local, expert, tensors, parallel, place, spec)
 
 
 def top_parameters(shape: ModelShape, parallel: MegatronParallel, place: MegatronRank) -> list[ShardedParameter]:

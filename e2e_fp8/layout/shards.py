@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from e2e_fp8.errors import LayoutError
-from e2e_fp8.layout.families import HfTensor, Kind
+from e2e_fp8.layout.families import HfTensor, Kind, dtype_name
 from e2e_fp8.layout.tiles import scale_shape, te_scale_shape
 
 Range = tuple[int, int]
@@ -48,6 +48,11 @@ class ShardedParameter:
     """Layer of the whole model, from 0."""
     expert: int | None = None
     """Expert of the whole model, for a parameter that holds one expert."""
+
+    @property
+    def dtype(self) -> str:
+        """``float8_e4m3fn``, ``float32`` or ``bfloat16``."""
+        return dtype_name(self.kind, self.fp8)
 
     @property
     def matrix(self) -> tuple[int, int]:
