@@ -119,7 +119,22 @@ class Plan:
     """
 
     def __init__(
-        self,
+        self, shape: ModelShape, train: MegatronParallel, rollout: EngineParallel, *, qkv_order: QkvOrder = "megatron", spec: Spec = "te"
+    ) -> None:
+        """Raises LayoutError when the layers do not divide; nothing is composed yet, and other sizes are checked on the way."""
+        self.shape = shape
+        self.train, self.rollout = train, rollout
+        self.qkv_order: QkvOrder = qkv_order
+        self.spec: Spec = spec
+        self._home = _homes(shape, train)
+        self._holdings: dict[LayerKind, dict[str, list[Holding]]] = {}
+        self._stencils: dict[tuple[LayerKind, bool, int], list[Stencil]] = {}
+        self._top_held: dict[str, list[Holding]] | None = None
+        self._top: dict[int, tuple[list[Stencil], list[Stencil]]] = {}
+
+    @classmethod
+    def from_config(
+        cls,
         hf_config: Mapping[str, Any],
         train: MegatronParallel,
         rollout: EngineParallel,
@@ -127,18 +142,11 @@ class Plan:
         qkv_order: QkvOrder = "megatron",
         spec: Spec = "te",
         fp8: Fp8Predicate | None = None,
-    ) -> None:
-        """Raises LayoutError when the sizes do not divide; nothing is composed yet."""
-        self.shape = model_shape(hf_config, fp8)
-        self.train, self.rollout = train, rollout
-        self.qkv_order: QkvOrder = qkv_order
-        self.spec: Spec = spec
-        engine.check_expert_ranks(self.shape, rollout)
-        self._home = _homes(self.shape, train)
-        self._holdings: dict[LayerKind, dict[str, list[Holding]]] = {}
-        self._stencils: dict[tuple[LayerKind, bool, int], list[Stencil]] = {}
-        self._top_held: dict[str, list[Holding]] | None = None
-        self._top: dict[int, tuple[list[Stencil], list[Stencil]]] = {}
+    ) -> "Plan":
+        """The plan for the model with this config.json; see ``families.model_shape`` for ``fp8``. Raises LayoutError."""
+        shape = model_shape(hf_config, fp8)
+        engine.check_expert_ranks(shape, rollout)
+        return cls(shape, train, rollout, qkv_order=qkv_order, spec=spec)
 
     def copies(self, target_rank: int, *, source_rank: int | None = None) -> Iterator[Copy]:
         """Copies into one engine rank, in the order of the engine's parameters; from one trainer rank if ``source_rank`` is given."""
@@ -190,14 +198,15 @@ class Plan:
         }
 
     def templates(self) -> Iterator[tuple[LayerKind | None, list[Stencil]]]:
-        """Stencils of each distinct block over every distinct engine rank; None is the block outside the layers."""
-        for tensor in range(self.rollout.tensor):
+        """Stencils of each block, None being what is outside the layers, for every engine rank that differs in more than which
+        experts it has."""
+        rollout = self.rollout
+        for tensor in range(rollout.tensor):
             yield from ((None, stencils) for stencils in self._top_stencils(tensor))
         for kind in self.shape.distinct_kinds:
-            for tensor in range(self.rollout.tensor):
-                yield kind, self._dense_stencils(kind, tensor)
-            for expert in range(self.rollout.engine_size if kind.moe else 0):
-                yield kind, self._expert_stencils(kind, expert)
+            yield from ((kind, self._dense_stencils(kind, tensor)) for tensor in range(rollout.tensor))
+            cuts = 1 if rollout.expert else rollout.engine_size
+            yield from ((kind, self._expert_stencils(kind, expert)) for expert in range(cuts if kind.moe else 0))
 
     def _blocks(self, place: EngineRank) -> Iterator[tuple[int, int, str, str, list[Stencil]]]:
         """``(stage, chunk, trainer's prefix, HF and engine prefix, stencils)`` of every block."""
