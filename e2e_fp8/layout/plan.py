@@ -13,7 +13,7 @@ from e2e_fp8.layout.families import FP8_DTYPE, Fp8Predicate, LayerKind, ModelSha
 from e2e_fp8.layout.megatron import QkvOrder, Spec
 from e2e_fp8.layout.parallel import EngineParallel, EngineRank, MegatronParallel, MegatronRank
 from e2e_fp8.layout.shards import Part, Range, ShardedParameter
-from e2e_fp8.layout.tiles import TILE, tiles
+from e2e_fp8.layout.tiles import TILE, touched
 
 _ITEM_BYTES = {FP8_DTYPE: 1, "bfloat16": 2, "float32": 4}
 _SCALE_BYTES = 4
@@ -54,14 +54,14 @@ class Copy(NamedTuple):
             self.source_col // TILE,
             self.target_row // TILE,
             self.target_col // TILE,
-            tiles(self.rows),
-            tiles(self.cols),
+            touched(self.target_row, self.rows),
+            touched(self.target_col, self.cols),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes moved, scales included."""
-        return copy_bytes(self.rows, self.cols, self.dtype)
+        return copy_bytes((self.target_row, self.rows), (self.target_col, self.cols), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Stencil:
     @property
     def nbytes(self) -> int:
         """Bytes moved, scales included."""
-        return copy_bytes(self.rows, self.cols, self.target.dtype)
+        return copy_bytes((self.target_row, self.rows), (self.target_col, self.cols), self.target.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Holding:
     part: Part
 
 
-def copy_bytes(rows: int, cols: int, dtype: str) -> int:
-    """Bytes of a rectangle, with its scale tiles under FP8."""
-    scales = _SCALE_BYTES * tiles(rows) * tiles(cols) if dtype == FP8_DTYPE else 0
-    return rows * cols * _ITEM_BYTES[dtype] + scales
+def copy_bytes(rows: tuple[int, int], cols: tuple[int, int], dtype: str) -> int:
+    """Bytes of a rectangle, given as ``(start, size)`` in the target, with the scale tiles it lies in under FP8."""
+    scales = _SCALE_BYTES * touched(*rows) * touched(*cols) if dtype == FP8_DTYPE else 0
+    return rows[1] * cols[1] * _ITEM_BYTES[dtype] + scales
 
 
 class Plan:

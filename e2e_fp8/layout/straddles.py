@@ -10,8 +10,9 @@ differ. Verdicts:
 - ``refuse``: an engine tile would need two of the trainer's scales, or vLLM or Transformer Engine refuses the shape.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 from e2e_fp8.errors import LayoutError
@@ -20,7 +21,7 @@ from e2e_fp8.layout.megatron import QkvOrder
 from e2e_fp8.layout.parallel import EngineParallel, MegatronParallel
 from e2e_fp8.layout.plan import Plan, Stencil
 from e2e_fp8.layout.shards import ShardedParameter
-from e2e_fp8.layout.tiles import TILE
+from e2e_fp8.layout.tiles import TILE, tile_pairs
 
 TE_MULTIPLE = 16
 """Transformer Engine's FP8 products need both dimensions of a weight to be multiples of this."""
@@ -35,8 +36,20 @@ class Verdict:
     """Relative name within its layer, e.g. ``self_attn.qkv_proj.weight``."""
     layers: tuple[int, ...]
     verdict: Literal["pass", "native", "refuse"]
-    reasons: tuple[str, ...]
-    """Which tensors, which rows or columns, and by whom: the first of each kind."""
+    refusals: tuple[str, ...] = ()
+    """Shapes that vLLM or Transformer Engine refuses."""
+    cuts: tuple[str, ...] = ()
+    """HF tensors with the rows or columns where a tile of the engine meets two of the trainer."""
+    checkpoint_cuts: tuple[str, ...] = ()
+    """HF tensors whose own tiles are cut by the engine's."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the verdict is not ``pass``, as sentences."""
+        cut = "a tile of the engine there would need the scales of two tiles of the trainer"
+        if self.verdict == "native":
+            return (f"tiles of {', '.join(self.checkpoint_cuts)} are cut: trainer and engine share one grid, a checkpoint cannot hold it",)
+        return (*self.refusals, *(f"{place}: {cut}" for place in self.cuts))
 
 
 def verdicts(plan: Plan) -> list[Verdict]:
@@ -49,9 +62,9 @@ def verdicts(plan: Plan) -> list[Verdict]:
     tensors = {kind: layer_tensors(small.shape, kind) for kind in small.shape.distinct_kinds}
     found: dict[tuple[LayerKind, str], _Findings] = {}
     for kind, stencils in small.templates():
-        for one in stencils:
-            if kind is not None and one.target.fp8:
-                found.setdefault((kind, one.target.name), _Findings()).examine(one, tensors[kind], small)
+        for target, copies in groupby(stencils, key=lambda one: one.target):
+            if kind is not None and target.fp8:
+                found.setdefault((kind, target.name), _Findings()).examine(list(copies), tensors[kind], small)
     layers = {kind: tuple(i for i, k in enumerate(plan.shape.kinds) if k == kind) for kind in plan.shape.distinct_kinds}
     return [findings.verdict(name, layers[kind]) for (kind, name), findings in found.items()]
 
@@ -142,20 +155,26 @@ class _Findings:
     checkpoint_cuts: dict[str, None] = field(default_factory=dict)
     """HF tensors whose own tiles are cut by the engine's."""
 
-    def examine(self, one: Stencil, tensors: Mapping[str, HfTensor], plan: Plan) -> None:
-        for reason in (engine_refusal(one.target, tensors, plan.rollout), trainer_refusal(one.source) if plan.spec == "te" else None):
-            if reason:
-                self.refusals[reason] = None
-        rows, columns = one.target.matrix
-        for axis, source, target, length, size in (
-            ("rows", one.source_row, one.target_row, one.rows, rows),
-            ("columns", one.source_col, one.target_col, one.cols, columns),
-        ):
-            if source % TILE or target % TILE:
-                self._cut(one.target, axis, target)
-            if (target + length) % TILE and target + length < size:
-                self._cut(one.target, axis, target + length)
-        self.checkpoint_cuts |= dict.fromkeys(_cut_in_checkpoint(one.target, tensors))
+    def examine(self, stencils: list[Stencil], tensors: Mapping[str, HfTensor], plan: Plan) -> None:
+        """Take in all copies into one parameter of one rank."""
+        target, owners = stencils[0].target, _Owners()
+        for one in stencils:
+            for reason in (engine_refusal(target, tensors, plan.rollout), trainer_refusal(one.source) if plan.spec == "te" else None):
+                if reason:
+                    self.refusals[reason] = None
+            source = (one.holders, one.source.name)
+            for at in owners.cuts((one.expert, "rows", one.target_col), source, one.target_row, one.source_row, one.rows):
+                self._cut(target, "rows", at)
+            for at in owners.cuts((one.expert, "columns", one.target_row), source, one.target_col, one.source_col, one.cols):
+                self._cut(target, "columns", at)
+        owners = _Owners()
+        for part in target.parts:
+            left, right = part.cols or (0, 1)
+            size = part.rows[1] - part.rows[0]
+            cut = list(owners.cuts((part.expert, "rows", 0), part.hf_name, part.row, part.rows[0], size))
+            cut += owners.cuts((part.expert, "columns", part.row), part.hf_name, 0, left, right - left)
+            if cut:
+                self.checkpoint_cuts[part.hf_name] = None
 
     def _cut(self, target: ShardedParameter, axis: str, at: int) -> None:
         part = next(p for p in target.parts if axis == "columns" or p.row <= at < p.row + p.rows[1] - p.rows[0])
@@ -163,17 +182,9 @@ class _Findings:
         self.cuts.setdefault((part.hf_name, axis), set()).add(first)
 
     def verdict(self, parameter: str, layers: tuple[int, ...]) -> Verdict:
-        cuts = [
-            f"{name} at {axis} {_listed(sorted(places))}: a tile of the engine there would need the scales of two tiles of the trainer"
-            for (name, axis), places in self.cuts.items()
-        ]
-        if self.refusals or cuts:
-            return Verdict(parameter, layers, "refuse", (*self.refusals, *cuts))
-        if self.checkpoint_cuts:
-            names = ", ".join(self.checkpoint_cuts)
-            reason = f"tiles of {names} are cut: trainer and engine share one grid, a checkpoint cannot hold it"
-            return Verdict(parameter, layers, "native", (reason,))
-        return Verdict(parameter, layers, "pass", ())
+        cuts = tuple(f"{name} at {axis} {_listed(sorted(places))}" for (name, axis), places in self.cuts.items())
+        verdict = "refuse" if self.refusals or cuts else "native" if self.checkpoint_cuts else "pass"
+        return Verdict(parameter, layers, verdict, tuple(self.refusals), cuts, tuple(self.checkpoint_cuts))
 
 
 def engine_refusal(target: ShardedParameter, tensors: Mapping[str, HfTensor], rollout: EngineParallel) -> str | None:
@@ -203,17 +214,17 @@ def trainer_refusal(source: ShardedParameter) -> str | None:
     return None
 
 
-def _cut_in_checkpoint(target: ShardedParameter, tensors: Mapping[str, HfTensor]) -> Iterator[str]:
-    """HF tensors of ``target`` in whose checkpoint tiles no engine tile fits."""
-    rows = target.matrix[0]
-    for part in target.parts:
-        hf_columns = tensors[part.hf_name].shape[1]
-        cols = part.cols or (0, 1)
-        end = part.row + part.rows[1] - part.rows[0]
-        whole_rows = not part.row % TILE and not part.rows[0] % TILE and (not end % TILE or end == rows)
-        whole_columns = not cols[0] % TILE and (not cols[1] % TILE or cols[1] == hf_columns)
-        if not (whole_rows and whole_columns):
-            yield part.hf_name
+class _Owners:
+    """Which source tile each tile of one engine parameter takes its scale from."""
+
+    def __init__(self) -> None:
+        self.of: dict[Hashable, Hashable] = {}
+
+    def cuts(self, line: Hashable, matrix: Hashable, target: int, source: int, size: int) -> Iterator[int]:
+        """Positions at which a run of rows (or columns) of ``matrix`` brings a second source tile into a tile of ``line``."""
+        for block, found, at in tile_pairs(target, source, size):
+            if self.of.setdefault((line, block), (matrix, found)) != (matrix, found):
+                yield at
 
 
 def _listed(places: list[int], most: int = 6) -> str:
