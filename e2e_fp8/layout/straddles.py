@@ -167,14 +167,7 @@ class _Findings:
                 self._cut(target, "rows", at)
             for at in owners.cuts((one.expert, "columns", one.target_row), source, one.target_col, one.source_col, one.cols):
                 self._cut(target, "columns", at)
-        owners = _Owners()
-        for part in target.parts:
-            left, right = part.cols or (0, 1)
-            size = part.rows[1] - part.rows[0]
-            cut = list(owners.cuts((part.expert, "rows", 0), part.hf_name, part.row, part.rows[0], size))
-            cut += owners.cuts((part.expert, "columns", part.row), part.hf_name, 0, left, right - left)
-            if cut:
-                self.checkpoint_cuts[part.hf_name] = None
+        self.checkpoint_cuts |= dict.fromkeys(_cut_in_checkpoint(target))
 
     def _cut(self, target: ShardedParameter, axis: str, at: int) -> None:
         part = next(p for p in target.parts if axis == "columns" or p.row <= at < p.row + p.rows[1] - p.rows[0])
@@ -212,6 +205,20 @@ def trainer_refusal(source: ShardedParameter) -> str | None:
     if any(size % TE_MULTIPLE for size in source.matrix):
         return f"Transformer Engine refuses {source.name} {list(source.shape)} (not multiples of {TE_MULTIPLE})"
     return None
+
+
+def _cut_in_checkpoint(target: ShardedParameter) -> Iterator[str]:
+    """HF tensors of ``target`` with a tile that shares one of the engine's with another tile, of the same tensor or not."""
+    meeting: dict[Hashable, set[tuple[str, int]]] = {}
+    for part in target.parts:
+        left, right = part.cols or (0, 1)
+        for axis, at, first, size in (("rows", part.row, part.rows[0], part.rows[1] - part.rows[0]), ("columns", 0, left, right - left)):
+            line = part.row if axis == "columns" else None
+            for block, found, _ in tile_pairs(at, first, size):
+                meeting.setdefault((part.expert, axis, line, block), set()).add((part.hf_name, found))
+    for met in meeting.values():
+        if len(met) > 1:
+            yield from sorted(name for name, _ in met)
 
 
 class _Owners:
