@@ -41,7 +41,9 @@ def outgoing(
         LayoutError: a tensor or its scales are missing, or have another shape or dtype than the plan says.
     """
     for copy in copies:
-        data = _rectangle(_named(tensors[copy.chunk], copy.source, "trainer"), copy.source_row, copy.source_col, copy.rows, copy.cols)
+        data = _rectangle(
+            _named(tensors[copy.chunk], copy.source, "trainer's weights"), copy.source_row, copy.source_col, copy.rows, copy.cols
+        )
         _check_dtype(copy, data, copy.source, "trainer")
         scale_inv = None
         if copy.fp8:
@@ -61,14 +63,14 @@ def deliver(pieces: Iterable[Piece], parameters: Mapping[str, torch.Tensor]) -> 
     written = 0
     for piece in pieces:
         copy = piece.copy
-        target = _of_expert(_named(parameters, copy.target, "engine"), copy.expert)
+        target = _of_expert(_named(parameters, copy.target, "engine's parameters"), copy.expert)
         view = _rectangle(target, copy.target_row, copy.target_col, copy.rows, copy.cols)
         _check_dtype(copy, view, copy.target, "engine")
         written += _write(view, piece.data)
         if piece.scale_inv is not None:
             _, _, row, col, rows, cols = copy.tiles
             name = scale_name(copy.target)
-            grid = _rectangle(_of_expert(_named(parameters, name, "engine"), copy.expert), row, col, rows, cols)
+            grid = _rectangle(_of_expert(_named(parameters, name, "engine's parameters"), copy.expert), row, col, rows, cols)
             if grid.dtype != torch.float32:
                 raise LayoutError(f"The engine holds {name} as {grid.dtype}, but float32 block scales pass unchanged.")
             written += _write(grid, piece.scale_inv)
@@ -78,12 +80,12 @@ def deliver(pieces: Iterable[Piece], parameters: Mapping[str, torch.Tensor]) -> 
 def fill_padding(plan: Plan, target_rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
     """Zero the rows of an engine rank that no tensor fills. Raises LayoutError when a parameter is missing."""
     for fill in plan.fills(target_rank):
-        _named(parameters, fill.target, "engine").detach()[fill.row : fill.row + fill.rows].zero_()
+        _named(parameters, fill.target, "engine's parameters").detach()[fill.row : fill.row + fill.rows].zero_()
 
 
 def _named(tensors: Mapping[str, torch.Tensor], name: str, side: str) -> torch.Tensor:
     if name not in tensors:
-        raise LayoutError(f"The {side} has no {name}, which the layout plan names: the model or the version is another one.")
+        raise LayoutError(f"{name} is named by the layout plan but missing from the {side}: the model or the version is another one.")
     return tensors[name].detach()
 
 

@@ -22,7 +22,7 @@ MODELS = {
     | {"num_experts": 4, "moe_intermediate_size": 256},
     "deepseek_v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256, "moe_intermediate_size": 256}
     | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128}
-    | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128},
 }
 LAYOUTS = {
     "qwen3": reference.Sizes(tp=2, etp=2, pp=2, vpp=2, rollout_tp=4),
@@ -132,11 +132,17 @@ FIRST = "model.layers.0.self_attn.qkv_proj.weight"
     ("change", "part"),
     [
         (lambda t, s, p: p.update({FIRST: p[FIRST].bfloat16()}), "engine holds model.layers.0.self_attn.qkv_proj.weight as torch.bfloat16"),
-        (lambda t, s, p: p.pop(scale_name(FIRST)), "engine has no model.layers.0.self_attn.qkv_proj.weight_scale_inv"),
+        (
+            lambda t, s, p: p.pop(scale_name(FIRST)),
+            "qkv_proj.weight_scale_inv is named by the layout plan but missing from the engine's parameters",
+        ),
         (lambda t, s, p: p.update({scale_name(FIRST): p[scale_name(FIRST)].bfloat16()}), "float32 block scales"),
         (lambda t, s, p: p.update({FIRST: p[FIRST][:-1]}), "needs rows to"),
-        (lambda t, s, p: s[0].clear(), "trainer's block scales has no"),
-        (lambda t, s, p: t[0].pop("decoder.layers.3.mlp.linear_fc1.weight"), "trainer has no decoder.layers.3.mlp.linear_fc1.weight"),
+        (lambda t, s, p: s[0].clear(), "missing from the trainer's block scales"),
+        (
+            lambda t, s, p: t[0].pop("decoder.layers.3.mlp.linear_fc1.weight"),
+            "decoder.layers.3.mlp.linear_fc1.weight is named by the layout plan but missing from the trainer's weights",
+        ),
         (
             lambda t, s, p: t[0].update({n: v.float() for n, v in t[0].items() if n.endswith("linear_qkv.weight")}),
             "trainer holds decoder.layers.0.self_attention.linear_qkv.weight as torch.float32",
