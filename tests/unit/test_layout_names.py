@@ -5,6 +5,7 @@ from layout_models import run_ranks, tiny_configs
 
 from e2e_fp8.layout import EngineParallel, MegatronParallel, engine_shards, megatron_shards
 from e2e_fp8.layout.engine import scale_name
+from e2e_fp8.megatron_names import hf_sources
 
 _KV_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 """vLLM's own placeholders beside the attention; deleted once a model is loaded."""
@@ -68,3 +69,11 @@ def test_engine_parameters_are_those_of_vllms_model(engine_ranks):
                 if parameter.fp8:
                     expected[scale_name(parameter.name)] = [list(parameter.scale_shape), "float32"]
             assert expected == real, (name, rank)
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_names_agree_with_the_table_that_ran_on_a_gpu(family, spec):
+    config = tiny_configs()[family]
+    for parameter in megatron_shards(config, MegatronParallel(), 0, spec=spec):
+        assert hf_sources(parameter.name) == list(dict.fromkeys(part.hf_name for part in parameter.parts))
