@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout.tiles import TILE as BLOCK
 
 if TYPE_CHECKING:
     from e2e_fp8.config.model import ModelConfig
     from e2e_fp8.config.root import Config
 
-BLOCK = 128
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CALLABLE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 
