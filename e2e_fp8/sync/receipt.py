@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.numerics.metrics import tensor_digests
+from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.types import ExportedTensor
 
 _MASK64 = (1 << 64) - 1
