@@ -6,7 +6,7 @@ of 16 bytes without a mask (nearly all bytes of a model), the rest of those, ali
 bytes. Blocks add their sums atomically.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ except ModuleNotFoundError as error:
 
 _A_KEY, _A_MUL0, _A_MUL1 = (tl.constexpr(c) for c in (A_KEY, *A_MUL))
 _B_KEY, _B_MUL0, _B_MUL1 = (tl.constexpr(c) for c in (B_KEY, *B_MUL))
-_FIELDS = 7
-_COLUMNS = tl.constexpr(_FIELDS)
-_ADDRESS, _ROW_STRIDE, _ROW_UNITS, _ROWS, _FIRST_WORD, _SLOT, _FIRST_BLOCK = range(_FIELDS)
-"""Columns of the table, int64: strides and rows in words for the word kernel, in bytes for the byte kernel."""
+_FIELDS = tl.constexpr(7)
+_ROW_UNITS, _ROWS = 2, 3
+"""The table is int64: address, distance of rows, length of a row (both in words, or in bytes for the byte kernel), rows, first
+word's position in its tensor, slot of the sums, first block."""
 
 _WIDE, _NARROW, _BYTES = (1, 8192), (128, 64), 1024
 """Words a block works on: (rows, words of a row), or words."""
@@ -57,7 +57,7 @@ def _sum_words(table_ptr, piece_ptr, sums_ptr, R: tl.constexpr, C: tl.constexpr,
     """One block of R rows by C words; with VECTOR, addresses, strides and row lengths are multiples of 16 bytes; without MASKED,
     rows and their words are multiples of R and C."""
     pid = tl.program_id(0)
-    entry = table_ptr + tl.load(piece_ptr + pid) * _COLUMNS
+    entry = table_ptr + tl.load(piece_ptr + pid) * _FIELDS
     address = tl.load(entry)
     row_stride = tl.load(entry + 1)
     row_words = tl.load(entry + 2)
@@ -88,7 +88,7 @@ def _sum_words(table_ptr, piece_ptr, sums_ptr, R: tl.constexpr, C: tl.constexpr,
 def _sum_bytes(table_ptr, piece_ptr, sums_ptr, BLOCK: tl.constexpr):
     """One block of words put together from bytes: rows of any length at any address."""
     pid = tl.program_id(0)
-    entry = table_ptr + tl.load(piece_ptr + pid) * _COLUMNS
+    entry = table_ptr + tl.load(piece_ptr + pid) * _FIELDS
     address = tl.load(entry)
     row_stride = tl.load(entry + 1)
     row_bytes = tl.load(entry + 2)
@@ -114,7 +114,7 @@ def lane_sums(described: Sequence[Rows], device: torch.device) -> np.ndarray:
     # The guard makes the tensors' device the one that Triton launches on.
     with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
         for kind, pieces in groups.items():
-            _launch(kind, np.array(pieces, dtype=np.int64), sums)
+            prepared(kind, pieces, sums)()
     return sums.cpu().numpy().view(np.uint32)
 
 
@@ -151,20 +151,18 @@ def _split(groups: dict[str, list[tuple[int, ...]]], address: int, num_bytes: in
         groups["bytes"].append((address + start, num_bytes - start, num_bytes - start, 1, start // WORD_BYTES, slot))
 
 
-def _launch(kind: str, pieces: np.ndarray, sums: torch.Tensor) -> None:
-    """One kernel over all ``pieces`` of one kind."""
-    rows, units = pieces[:, _ROWS], pieces[:, _ROW_UNITS]
+def prepared(kind: str, pieces: Sequence[tuple[int, ...]], sums: torch.Tensor) -> Callable[[], None]:
+    """The launch of one kernel over all ``pieces`` of one kind, its tables on the device; each call adds to int32 ``sums``."""
+    table = np.array(pieces, dtype=np.int64)
+    rows, units = table[:, _ROWS], table[:, _ROW_UNITS]
     tile_rows, tile_words = _NARROW if kind == "narrow" else _WIDE
-    if kind == "bytes":
-        blocks = -(-rows * units // (WORD_BYTES * _BYTES))
-    else:
-        blocks = -(-rows // tile_rows) * -(-units // tile_words)
+    in_tiles = -(-rows // tile_rows) * -(-units // tile_words)
+    blocks = -(-rows * units // (WORD_BYTES * _BYTES)) if kind == "bytes" else in_tiles
     total = int(blocks.sum())
-    table = torch.from_numpy(np.column_stack([pieces, np.cumsum(blocks) - blocks])).to(sums.device)
+    entries = torch.from_numpy(np.column_stack([table, np.cumsum(blocks) - blocks])).to(sums.device)
     counts = torch.from_numpy(blocks).to(sums.device)
     piece_of_block = torch.repeat_interleave(torch.arange(len(pieces), device=sums.device), counts, output_size=total)
     if kind == "bytes":
-        _sum_bytes[(total,)](table, piece_of_block, sums, BLOCK=_BYTES, num_warps=_WARPS)
-        return
-    vector, masked = kind in ("full", "vector"), kind != "full"
-    _sum_words[(total,)](table, piece_of_block, sums, R=tile_rows, C=tile_words, VECTOR=vector, MASKED=masked, num_warps=_WARPS)
+        return lambda: _sum_bytes[(total,)](entries, piece_of_block, sums, BLOCK=_BYTES, num_warps=_WARPS)
+    shape = {"R": tile_rows, "C": tile_words, "VECTOR": kind in ("full", "vector"), "MASKED": kind != "full"}
+    return lambda: _sum_words[(total,)](entries, piece_of_block, sums, **shape, num_warps=_WARPS)

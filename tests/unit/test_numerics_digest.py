@@ -70,7 +70,7 @@ def test_views_are_read_in_place():
         scales[:1, :, 2:3],
         w13[..., ::2],
     ]
-    copied = [w13.transpose(0, 1), w13[:, ::2, :32], w13[0].t()]
+    copied = [w13.transpose(0, 1), w13[:, :20:2, :32], w13[0].t()]
     assert tensor_digests(in_place + copied) == [digest_of_tensor(t) for t in in_place + copied]
     addresses = [digest._rows_of(t)[0].address for t in in_place + copied]
     assert [a == t.data_ptr() for a, t in zip(addresses, in_place + copied, strict=True)] == [True] * len(in_place) + [False] * len(copied)
@@ -196,7 +196,7 @@ def test_gpu_kernels_agree_under_tritons_interpreter():
 def test_gpu_kernel_compiles_to_vector_loads():
     """For Hopper, without one: the kernel that reads nearly all bytes must load 16 bytes at once."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile  # noqa: A004
+    from triton.compiler import ASTSource, compile
 
     from e2e_fp8.numerics.digest_cuda import _WIDE, _sum_words
 
