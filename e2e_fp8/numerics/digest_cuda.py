@@ -7,6 +7,7 @@ bytes. Blocks add their sums atomically.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,7 +163,10 @@ def prepared(kind: str, pieces: Sequence[tuple[int, ...]], sums: torch.Tensor) -
     entries = torch.from_numpy(np.column_stack([table, np.cumsum(blocks) - blocks])).to(sums.device)
     counts = torch.from_numpy(blocks).to(sums.device)
     piece_of_block = torch.repeat_interleave(torch.arange(len(pieces), device=sums.device), counts, output_size=total)
+    kernel = _sum_bytes if kind == "bytes" else _sum_words
+    options: dict[str, Any] = {"num_warps": _WARPS}
     if kind == "bytes":
-        return lambda: _sum_bytes[(total,)](entries, piece_of_block, sums, BLOCK=_BYTES, num_warps=_WARPS)
-    shape = {"R": tile_rows, "C": tile_words, "VECTOR": kind in ("full", "vector"), "MASKED": kind != "full"}
-    return lambda: _sum_words[(total,)](entries, piece_of_block, sums, **shape, num_warps=_WARPS)
+        options["BLOCK"] = _BYTES
+    else:
+        options |= {"R": tile_rows, "C": tile_words, "VECTOR": kind in ("full", "vector"), "MASKED": kind != "full"}
+    return lambda: kernel[(total,)](entries, piece_of_block, sums, **options)
