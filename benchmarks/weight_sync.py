@@ -42,6 +42,7 @@ def main() -> None:
     # the environment must be set before these import the engines
     import torch
 
+    from e2e_fp8.numerics.digest import tensor_digests
     from e2e_fp8.orchestration.session import open_session
     from e2e_fp8.orchestration.weight_sync import exported_tensors
 
@@ -56,6 +57,7 @@ def main() -> None:
         destination = torch.empty_like(flat)
         device = session.trainer.device
         per_tensor = timed(lambda: [t.copy_(s) for t, s in zip(target, source, strict=True)], device, args.rounds)
+        digests = timed(lambda: tensor_digests(source), device, args.rounds)
         one_copy = timed(lambda: destination.copy_(flat), device, args.rounds)
         session.close()
     median = statistics.median
@@ -71,6 +73,10 @@ def main() -> None:
                 "sync_seconds_median": sync,
                 "sync_seconds_min": min(r.seconds for r in reports),
                 "receipt_seconds_median": median(r.receipt_seconds for r in reports),
+                "receipt_share_of_sync_median": median(r.receipt_metrics.get("receipt/share_of_sync", 0.0) for r in reports),
+                "receipt_gb_per_s_median": median(r.receipt_metrics.get("receipt/gb_per_s", 0.0) for r in reports),
+                "digest_seconds_median": median(digests),
+                "digest_gb_per_s_median": num_bytes / median(digests) / 1e9,
                 "copy_per_tensor_seconds_median": median(per_tensor),
                 "copy_flat_seconds_median": median(one_copy),
                 "sync_over_copy_per_tensor": sync / median(per_tensor),

@@ -1,7 +1,7 @@
 """The seams between stages. Orchestration talks to these; each ground implements them once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -44,8 +44,11 @@ class RolloutEngine(Protocol):
         """Deliver a complete set of weights into the running engine and reset its prefix cache; returns the bytes moved."""
         ...
 
+    covered: Literal["all", "fp8"]
+    """Which of the delivered tensors ``read_back`` gives: all, or FP8 codes and their scales."""
+
     def read_back(self) -> Iterator[ExportedTensor]:
-        """Every FP8 tensor and scale of the live engine under its HF name, as views of the engine's own memory."""
+        """The covered tensors of the live engine under their HF names, as views of the engine's own memory."""
         ...
 
     def sleep(self) -> None:

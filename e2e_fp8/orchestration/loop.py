@@ -25,13 +25,14 @@ from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.environment import describe_environment
 from e2e_fp8.orchestration.evaluate import example_record, held_out_reward
 from e2e_fp8.orchestration.metrics_sink import open_sink
+from e2e_fp8.orchestration.receipts import RECEIPTS, ReceiptLog
 from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
 from e2e_fp8.orchestration.run_folder import RunFolder, load_run_config
 from e2e_fp8.orchestration.session import Session, open_session
 from e2e_fp8.orchestration.warm_start import warm_start
 from e2e_fp8.orchestration.weight_sync import SyncReport
 
-_STEP_LOGS = ("receipts.jsonl", "samples.jsonl", "evaluations.jsonl")
+_STEP_LOGS = (RECEIPTS, "samples.jsonl", "evaluations.jsonl")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +66,7 @@ class Run:
         self.session: Session = open_session(cfg, self.folder.model_dir)
         self.cfg = self.session.cfg
         self.store = CheckpointStore(self.folder.checkpoints, keep=cfg.run.keep_checkpoints)
+        self.receipts = ReceiptLog(self.folder.root)
         self.global_step = 0
         """Warm-start steps and RL steps done so far, in one count."""
         self.seconds_before = 0.0
@@ -74,8 +76,7 @@ class Run:
             self._resume()
         else:
             # a run that ended before its first checkpoint starts over in its own folder
-            for name in _STEP_LOGS:
-                truncate_jsonl(self.folder.root / name, -1)
+            self._rewind(-1)
             self.folder.write_inputs(self.cfg, describe_environment())
         self.sink = open_sink(self.cfg, self.folder.root, self.global_step)
         self.progress = Progress(warm_steps=self.warm_steps, rl_steps=self.cfg.run.steps)
@@ -97,8 +98,13 @@ class Run:
         self.seconds_before = float(state["seconds"])
         if state.get("reference") is not None:
             self.session.make_reference(state["reference"])
+        self._rewind(self.global_step)
+
+    def _rewind(self, step: int) -> None:
+        """Forget what an earlier session logged after ``step``."""
         for name in _STEP_LOGS:
-            truncate_jsonl(self.folder.root / name, self.global_step)
+            truncate_jsonl(self.folder.root / name, step)
+        self.receipts.rewind(step)
 
     def _check_resumable(self) -> None:
         """Raises ConfigError when the state of the run would mean something else under the given configuration."""
@@ -139,6 +145,7 @@ class Run:
             state["reference"] = self.session.reference.state_dict()
         self.store.save(self.global_step, state)
         self.checkpoint_seconds = time.perf_counter() - started
+        self.receipts.keep(self.store.steps())
 
     def stop_if_asked(self) -> None:
         """Between steps: honour Ctrl-C with a checkpoint."""
@@ -200,19 +207,10 @@ class Run:
             self.folder.append("samples.jsonl", {"step": step} | example_record(sample.prompt, sample, sample.reward))
 
     def _record_sync(self, sync: SyncReport, step: int) -> None:
-        receipt = sync.receipt
-        self.folder.append(
-            "receipts.jsonl",
-            {
-                "step": step,
-                "policy_version": sync.policy_version,
-                "tensors": len(receipt.digests) if receipt else 0,
-                "bytes": receipt.num_bytes if receipt else 0,
-                "digest": receipt.combined if receipt else "",
-                "seconds": sync.seconds,
-                "passed": receipt is not None and bool(receipt.digests),
-            },
-        )
+        self.receipts.record(sync, step)
+        if step in self.store.steps():
+            # A resumed run syncs again at the step of its checkpoint.
+            self.receipts.keep(self.store.steps())
 
     def save_after(self, error: UserError) -> None:
         """Keep the steps done so far when one fails before it changed the weights."""
@@ -231,6 +229,11 @@ class Run:
     def close(self) -> None:
         """Release the engine, sinks and signal handlers."""
         self.stop.restore()
+        try:
+            self.receipts.keep(self.store.steps())
+        except UserError as error:
+            # It must not hide why the run ended.
+            self.progress.note(str(error))
         self.progress.close()
         self.sink.close()
         self.session.close()

@@ -159,7 +159,5 @@ def _cost_metrics(samples: Sequence[Sample], batches: Sequence[PackedBatch], tim
         "sync/seconds": sync.seconds,
         "time/receipt": sync.receipt_seconds,
     }
-    if sync.receipt is not None and sync.receipt.digests:
-        record |= {"receipt/passed": 1.0, "receipt/tensors": float(len(sync.receipt.digests))}
     record["time/sync"] = sync.seconds
-    return record
+    return record | sync.receipt_metrics

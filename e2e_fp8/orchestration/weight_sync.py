@@ -30,6 +30,19 @@ class SyncReport:
     receipt: Manifest | None
     """Engine-side manifest, equal to the trainer's; None when the receipt is switched off."""
 
+    @property
+    def receipt_metrics(self) -> dict[str, float]:
+        """Metrics of the receipt; empty when nothing was compared."""
+        if self.receipt is None or not self.receipt.tensors:
+            return {}
+        read_bytes = 2 * self.receipt.num_bytes
+        return {
+            "receipt/passed": 1.0,
+            "receipt/tensors": float(len(self.receipt.tensors)),
+            "receipt/share_of_sync": self.receipt_seconds / max(self.seconds, 1e-9),
+            "receipt/gb_per_s": read_bytes / max(self.receipt_seconds, 1e-9) / 1e9,
+        }
+
 
 def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """HF-named tensors for the rollout engine. With an FP8 trainer these are its own bytes; otherwise see export.rollout_only."""
@@ -52,8 +65,8 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     delivered = time.perf_counter()
     receipt = None
     if cfg.sync.receipt:
-        receipt = manifest_of(rollout.read_back())
-        check_receipt(manifest_of(tensors), receipt, policy_version=trainer.policy_version)
+        receipt = manifest_of(rollout.read_back(), covered=rollout.covered)
+        check_receipt(manifest_of(tensors, covered=rollout.covered), receipt, policy_version=trainer.policy_version)
     return SyncReport(
         policy_version=trainer.policy_version,
         num_bytes=num_bytes,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -304,14 +304,19 @@ class VllmEngine:
             self._llm.wake_up()
             self._asleep = False
 
+    @property
+    def covered(self) -> Literal["all", "fp8"]:
+        """Which tensors :meth:`read_back` gives: all where the engine holds every one in the checkpoint's layout, else FP8 ones."""
+        return "all" if self._in_place else "fp8"
+
     def read_back(self) -> Iterator[ExportedTensor]:
-        """Every FP8 weight and ``weight_scale_inv`` of the live model under its HF name, as views of the engine's memory.
+        """The covered tensors of the live model under their HF names, as views of the engine's memory.
 
         Raises EngineError when vLLM holds one in another shape or dtype than delivered.
         """
         parameters = self._thread.run("read-back", self.cfg.rollout.timeout_s, self._parameters)
         for slot in self.layout:
-            if slot.fp8:
+            if slot.fp8 or self.covered == "all":
                 yield ExportedTensor(name=slot.name, tensor=slot.view(parameters))
 
     def _parameters(self) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import yaml
 from e2e_fp8.cli import main as cli
 from e2e_fp8.config.load import load_config
 
-COMMANDS = ("train", "eval", "export", "report", "doctor", "config", "plan")
+COMMANDS = ("train", "eval", "export", "receipt", "report", "doctor", "config", "plan")
 
 
 def run(*args: str, cwd=None) -> subprocess.CompletedProcess:
@@ -55,6 +55,7 @@ def test_help_of_each_command(command, capsys):
         (["export", "nowhere", "--out", "out"], "not a run folder"),
         (["export", "run.yaml"], "--out"),
         (["report", "nowhere"], "not a run folder"),
+        (["receipt", "verify", "nowhere", "3"], "not a run folder"),
         (["doctor", "--set", "run.steps=1"], "needs a CONFIG.yaml"),
         (["config", "run.yaml", "--set", "numerics.rollout_precision=bf16"], "rollout_precision to fp8"),
         (["fly"], "invalid choice"),

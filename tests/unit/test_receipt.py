@@ -1,10 +1,12 @@
 """The receipt must fail on any changed byte and name the tensor."""
 
+import subprocess
+
 import pytest
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.sync.receipt import check_receipt, manifest_of
+from e2e_fp8.sync.receipt import check_receipt, manifest_of, parse_table, receipt_record, render_table
 from e2e_fp8.types import ExportedTensor
 
 
@@ -18,11 +20,17 @@ def tensors(seed: int = 0) -> list[ExportedTensor]:
     ]
 
 
-def test_equal_bytes_pass_and_high_precision_is_not_receipted():
+def test_equal_bytes_pass_and_coverage_decides_about_high_precision():
     manifest = manifest_of(tensors())
     check_receipt(manifest, manifest_of(tensors()), policy_version=1)
     assert set(manifest.digests) == {"a.weight", "a.weight_scale_inv"}
     assert manifest.num_bytes == 256 * 128 + 8
+    whole = manifest_of(tensors(), covered="all")
+    assert set(whole.digests) == {"a.weight", "a.weight_scale_inv", "norm.weight"}
+    changed = [*tensors()[:2], ExportedTensor(name="norm.weight", tensor=torch.ones(4, dtype=torch.bfloat16).neg())]
+    check_receipt(manifest, manifest_of(changed), policy_version=1)
+    with pytest.raises(ByteMismatchError, match=r"1 of 3 .*norm\.weight \(bytes differ\)"):
+        check_receipt(whole, manifest_of(changed, covered="all"), policy_version=1)
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -45,12 +53,41 @@ def test_scale_of_one_ulp_is_named():
 
 
 def test_missing_and_foreign_tensors_are_named():
-    with pytest.raises(ByteMismatchError, match="missing in the engine"):
+    with pytest.raises(ByteMismatchError, match=r"a\.weight \(missing\)"):
         check_receipt(manifest_of(tensors()), manifest_of(tensors()[1:]), policy_version=1)
-    with pytest.raises(ByteMismatchError, match="not from the trainer"):
+    with pytest.raises(ByteMismatchError, match=r"a\.weight \(unexpected\)"):
         check_receipt(manifest_of(tensors()[1:]), manifest_of(tensors()), policy_version=1)
 
 
 def test_combined_digest_depends_on_every_tensor():
     assert manifest_of(tensors(0)).combined != manifest_of(tensors(1)).combined
     assert manifest_of(tensors(0)).combined == manifest_of(reversed(tensors(0))).combined
+
+
+def test_equal_bytes_in_another_shape_or_dtype_are_named():
+    codes = tensors()[0].tensor
+    for other in (codes.view(128, 256), codes.view(torch.uint8)):
+        changed = [ExportedTensor(name="a.weight", tensor=other), *tensors()[1:]]
+        with pytest.raises(ByteMismatchError, match=r"a\.weight \(is "):
+            check_receipt(manifest_of(tensors(), covered="all"), manifest_of(changed, covered="all"), policy_version=1)
+
+
+def test_table_round_trips_and_a_stranger_can_recompute_its_digest(tmp_path):
+    manifest = manifest_of([*tensors(), ExportedTensor(name="step", tensor=torch.tensor(3))], covered="all")
+    record = receipt_record(manifest, policy_version=9, step=4)
+    (tmp_path / "table.tsv").write_text(render_table(manifest, record))
+    parsed, head = parse_table((tmp_path / "table.tsv").read_text())
+    assert parsed == manifest
+    assert {key: head[key] for key in record} == record
+    assert (head["tensors"], head["bytes"], head["covered"], head["rank"], head["policy_version"]) == (4, 32792, "all", 0, 9)
+    command = f"tail -n +2 {tmp_path}/table.tsv | b2sum -l 128"
+    assert subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.split()[0] == manifest.combined
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda t: t.replace("256x128", "128x256"), lambda t: t[:-2] + "\n", lambda t: "", lambda t: t.partition("\n")[2]]
+)
+def test_an_altered_table_is_refused(damage):
+    manifest = manifest_of(tensors())
+    with pytest.raises(ValueError):
+        parse_table(damage(render_table(manifest, receipt_record(manifest, policy_version=1, step=1))))
