@@ -15,7 +15,7 @@ class RolloutConfig(Section):
     )
     server_url: str | None = Field(
         default=None,
-        description="Running server to use (http://HOST:PORT, token in E2E_FP8_TOKEN or E2E_FP8_TOKEN_FILE); unset, the run starts its own.",
+        description="Running server (http://HOST:PORT, token in E2E_FP8_TOKEN or E2E_FP8_TOKEN_FILE); unset, the run starts its own.",
     )
     server_devices: str | None = Field(
         default=None, description="CUDA_VISIBLE_DEVICES of the server that the run starts; unset, the trainer's own devices."

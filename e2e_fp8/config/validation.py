@@ -49,8 +49,8 @@ def _check_placement(cfg: "Config") -> None:
     placement, transport, size = cfg.rollout.placement, cfg.sync.transport, cfg.rollout.tensor_parallel
     if placement == "in_process" and size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel is {size}, but an engine in the trainer's process drives one device: set rollout.placement to server, "
-            "or the size to 1."
+            f"rollout.tensor_parallel is {size}, but an engine in the trainer's process drives one device: "
+            "set rollout.placement to server, or the size to 1."
         )
     if placement == "in_process" and transport in ("ipc", "nccl"):
         raise ConfigError(

@@ -17,6 +17,7 @@ from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERTS = ".mlp.experts"
+_FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def planned_facts(cfg: Config) -> dict[str, Any]:
@@ -132,13 +133,17 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
             raise EngineError(f"The trainer runs on {cfg.run.backend} and {where} on {worker['device']}: start both on one ground.")
         if worker["tensor_parallel"] != cfg.rollout.tensor_parallel:
             raise EngineError(
-                f"rollout.tensor_parallel is {cfg.rollout.tensor_parallel}, but {where} is one of {worker['tensor_parallel']}: change either."
+                f"rollout.tensor_parallel is {cfg.rollout.tensor_parallel}, but {where} is one of {worker['tensor_parallel']}: "
+                "change either."
             )
         fp8 = planned["power_2_scale"] is not None
         if fp8 and worker["device"] == "cuda" and list(worker["capability"]) != [9, 0]:
             raise EngineError(
                 f"{where} runs on compute capability {worker['capability']}: block FP8 with these kernels needs 9.0 (Hopper)."
             )
+        for name in _FORBIDDEN_SWITCHES:
+            if worker["environment"].get(name, "") not in ("", "0"):
+                raise EngineError(f"{name} is {worker['environment'][name]!r} at {where}, which changes products or kernels: unset it.")
         check_environment(cfg, worker["environment"], device=worker["device"])
         _check_plan(planned, worker["plan"], where)
 

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.metrics import tensor_digests
+from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
 from e2e_fp8.rollout.rank_layout import rank_layout
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, Loader
@@ -71,12 +72,21 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._manifest: UpdateManifest | None = None
         self._pending: set[int] = set()
         self._arrived: dict[Part, int] = {}
+        self._captures = False
 
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
+        self._capture_routing()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+
+    def _capture_routing(self) -> None:
+        """Once the server is up, and with it vLLM's recorder of routed experts."""
+        if self._captures or self.device.type != "cpu" or not self.model_config.enable_return_routed_experts:
+            return
+        capture_unquantized_cpu_routing(self.model)
+        self._captures = True
 
     def prepare(self, manifest: UpdateManifest) -> None:
         """Accept ``manifest`` as the next update, ending an earlier one that was left halfway.

@@ -87,10 +87,13 @@ class TokenGuard:
 
     async def _ask(self, engine: Any) -> dict[str, Any]:
         """State of the weights; the first rank that refuses speaks for all."""
-        if self._state is None:
+        state = self._state
+        if state is None:
             states = await engine.collective_rpc("weight_state")
-            self._state = next((state for state in states if state["refusal"]), states[0])
-        return self._state
+            answer = next((state for state in states if state["refusal"]), states[0])
+            # An update may have begun while the workers answered; its mark must stay.
+            state = self._state = self._state or answer
+        return state
 
     def _stamped(self, send: Send) -> Send:
         """Adds the policy version that produced the response as a header."""

@@ -38,6 +38,10 @@ class Sender(Protocol):
         """Make the channel ready for buckets of ``capacity`` bytes; ``init`` posts an ``init_info`` to all ranks."""
         ...
 
+    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do what can be done while the engine still generates from the old weights."""
+        ...
+
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
         """Send everything of ``manifest``; returns when every rank has taken the last byte."""
         ...
@@ -73,6 +77,9 @@ class IpcSender:
             self.close()
             raise
         self._buffers.unlink()
+
+    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: buckets are filled while the engine reads the last one."""
 
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
         assert self._buffers is not None
@@ -127,6 +134,9 @@ class NcclSender:
                 posted.result()
         if not self._buffers or self._buffers[0].numel() < capacity:
             self._buffers = [torch.empty(capacity, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+
+    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: buckets are packed while the last one is on the wire."""
 
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
         group = self._group
@@ -201,10 +211,14 @@ class DiskSender:
         self._root.mkdir(parents=True, exist_ok=True)
         init({"channel": "disk", "parameters": {}})
 
-    def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
+    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the folder; the engine goes on until it is complete."""
         folder = policy_folder(self._root, manifest.policy_version)
         remove_folder(folder)
         self._write(folder, tensors, manifest.policy_version)
+
+    def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
+        folder = policy_folder(self._root, manifest.policy_version)
         announce({"buckets": list(range(len(manifest.buckets))), "folder": str(folder.resolve())})
         for old in sorted(self._root.glob("policy-*"))[:-2]:
             if old != folder:

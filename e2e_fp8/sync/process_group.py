@@ -7,9 +7,10 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from e2e_fp8.errors import EngineError
@@ -22,6 +23,7 @@ class BroadcastGroup:
 
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._timeout_s, self._device = store, timeout_s, device
+        self._group: Any
         timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
         if device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
@@ -31,7 +33,7 @@ class BroadcastGroup:
             torch.cuda.set_device(device)
             self._group = ProcessGroupNCCL(prefixed, rank, size, options)
         else:
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             # The default interface is looked up by host name, which may not resolve to an address peers can reach.
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timeout

@@ -5,7 +5,7 @@ publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unle
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class WeightPublisher:
         self._open = self._opener(transport, host, timeout_s, folder, write_folder)
         self._sender: Sender | None = None
 
-    def _opener(self, transport: str, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None) -> Any:
+    def _opener(self, transport: str, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None) -> Callable[[], Sender]:
         if transport == "ipc":
             return lambda: IpcSender(self._device)
         if transport == "nccl":
@@ -119,16 +119,16 @@ class WeightPublisher:
         )
 
     def _deliver(self, manifest: UpdateManifest, tensors: dict[str, torch.Tensor], in_flight: str) -> None:
-        if self._sender is None:
-            self._sender = self._open()
-        self._sender.open(manifest.capacity, lambda info: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
+        sender = self._sender = self._sender or self._open()
+        sender.open(manifest.capacity, lambda info: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
+        sender.stage(manifest, tensors)
         self.client.post(f"/pause?mode={in_flight}&clear_cache=true")
         self.client.post("/start_weight_update")
 
         def announce(update: dict[str, Any]) -> None:
             self.client.post("/update_weights", {"update_info": {"manifest": manifest.digest, "update": update}})
 
-        self._sender.send(manifest, tensors, announce)
+        sender.send(manifest, tensors, announce)
         self.client.post("/finish_weight_update")
 
     def _receipt(self, tensors: dict[str, torch.Tensor], policy_version: int) -> Manifest:
