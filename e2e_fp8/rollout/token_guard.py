@@ -29,6 +29,8 @@ CONTROL_ROUTES = (
     "/finish_weight_update",
     "/collective_rpc",
     "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
     "/tokenize",
     "/detokenize",
 )
@@ -69,12 +71,15 @@ class TokenGuard:
         engine = scope["app"].state.engine_client if "app" in scope else None
         if engine is None:
             return 503, "The server is still starting."
-        path = scope["path"]
+        path, query = scope["path"], parse_qs(scope.get("query_string", b"").decode())
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
-        if path == "/pause" and parse_qs(scope.get("query_string", b"").decode()).get("mode") == ["keep"]:
+        if path == "/pause" and query.get("mode") == ["keep"]:
             return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
+        if path == "/sleep" and query.get("level") == ["2"]:
+            await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
+            self._state = None
         if path == "/start_weight_update":
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."

@@ -1,97 +1,33 @@
 """Weights from one process into a real vLLM server in others, over every transport, with either side killed on the way."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import case_config, exported, generate, random_weights, start_server, write_model
-from references.fused_reference import fused_fp8
+from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights, start_server
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.channels import policy_folder
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publisher import WeightPublisher
 
-HERE = Path(__file__).resolve().parent
 CFG = case_config()
 FIRST, SECOND = random_weights(CFG, 11), random_weights(CFG, 12)
 TRANSPORTS = ("ipc", "nccl", "disk")
 pytestmark = pytest.mark.timeout(900)
 
 
-class Served:
-    """A server, its folders, and publishers to it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.model = write_model(CFG, root / "model")
-        self.process = start_server(CFG, self.model, root / "server")
-        self.client = ServerClient(self.process.url, self.process.token, timeout_s=60)
-
-    def publisher(self, transport: str) -> WeightPublisher:
-        return WeightPublisher(
-            self.process.url,
-            self.process.token,
-            transport=transport,
-            device=torch.device("cpu"),
-            max_bucket_bytes=256 << 10,
-            folder=self.root / "sync",
-            write_folder=checkpoint_writer(self.model),
-            timeout_s=60,
-        )
-
-    def publish(self, transport: str, weights: dict[str, torch.Tensor], version: int):
-        publisher = self.publisher(transport)
-        try:
-            return publisher.publish(exported(weights), policy_version=version)
-        finally:
-            publisher.close()
-
-    def versions(self) -> list[int | None]:
-        return [state["policy_version"] for state in self.client.collective("weight_state")]
-
-    def live_bytes(self) -> dict[str, torch.Tensor]:
-        self.client.collective("show_parameters", str(self.root))
-        return load_file(self.root / "rank0.safetensors")
-
-    def start_trainer(self, transport: str, weight_seed: int, version: int) -> subprocess.Popen:
-        """A trainer process, held half way through its update."""
-        hold = self.root / "hold"
-        token = self.process.log.parent / "server.token"
-        words = [self.process.url, token, self.model, transport, weight_seed, version, hold]
-        trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 120
-        while not hold.exists():
-            assert trainer.poll() is None, trainer.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return trainer
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("served"))
+    served = Served(CFG, tmp_path_factory.mktemp("served"))
     yield served
     served.process.close()
-
-
-def assert_live(served: Served, weights: dict[str, torch.Tensor]) -> None:
-    config = json.loads((served.model / "config.json").read_text())
-    live, expected = served.live_bytes(), fused_fp8(config, weights, 0, 1)
-    assert len(expected) == 2 * 4 * config["num_hidden_layers"]
-    for name, tensor in expected.items():
-        assert torch.equal(live[name].view(tensor.dtype), tensor), name
 
 
 def test_without_weights_generation_is_refused(served):
