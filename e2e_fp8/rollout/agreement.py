@@ -129,7 +129,7 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
     planned = planned_facts(cfg)
     for rank, worker in enumerate(workers):
         where = f"rollout rank {rank} (pid {worker['pid']})"
-        if worker["device"] != cfg.run.backend:
+        if cfg.run.backend not in ("auto", worker["device"]):
             raise EngineError(f"The trainer runs on {cfg.run.backend} and {where} on {worker['device']}: start both on one ground.")
         if worker["tensor_parallel"] != cfg.rollout.tensor_parallel:
             raise EngineError(

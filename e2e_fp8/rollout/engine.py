@@ -105,13 +105,14 @@ class VllmEngine:
             dynamo_config.disable = True
         from vllm import LLM
 
-        from e2e_fp8.rollout.preflight import verify_plugin_live
+        from e2e_fp8.rollout.preflight import verify_agreement, verify_plugin_live
 
         verify_plugin_live()
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         with preserved_process_state():
             llm = LLM(**args)
+        verify_agreement(llm, self.cfg, torch.device(self.device))
         if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
             from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 

@@ -35,6 +35,10 @@ def rollout_environment(cfg: Config, *, device: str) -> dict[str, str]:
     in_process = cfg.rollout.placement == "in_process"
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
+        if cfg.rollout.tensor_parallel > 1:
+            # vLLM's own choice is one rank for each memory node, and refuses more ranks than there are nodes.
+            cores = sorted(os.sched_getaffinity(0))
+            common["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(cfg.rollout.tensor_parallel))
         return common | {
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(cfg.rollout.kv_cache_gib),

@@ -58,6 +58,8 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             # transformers writes this field under another name than it reads it
             self.hf_config["num_experts"] = hf_config.num_experts
         check_model_type(self.hf_config, str(self.model_config.model))
+        if self.parallel_config.pipeline_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
+            raise EngineError("Weight updates into pipeline- or expert-parallel rollout are not implemented: use tensor parallelism alone.")
         self.layout = engine_layout(self.hf_config)
         self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size)
         self.in_place = self.device.type == "cuda" and self.hf_config.get("quantization_config") is not None

@@ -71,6 +71,8 @@ class TokenGuard:
         engine = scope["app"].state.engine_client if "app" in scope else None
         if engine is None:
             return 503, "The server is still starting."
+        if (getattr(scope["app"].state.args, "api_server_count", None) or 1) > 1:
+            return 503, "The guard works with one front-end process: start the server without --api-server-count."
         path, query = scope["path"], parse_qs(scope.get("query_string", b"").decode())
         if self._generates(scope):
             state = await self._ask(engine)

@@ -76,8 +76,6 @@ def start_server(cfg: Config, model: Path, folder: Path, *, devices: str | None 
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     if devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = devices
-    if cfg.rollout.tensor_parallel > 1 and device == "cpu":
-        environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(cfg.rollout.tensor_parallel))
     return ServerProcess(flags, environ, folder, timeout_s=400)
 
 

@@ -43,7 +43,7 @@ def test_foreign_trainer_publishes_and_its_lesson_is_served(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe"])
 def test_two_rollout_ranks_hold_their_parts(tmp_path, architecture):
     cfg = case_config(architecture, tensor_parallel=2, num_key_value_heads=2, num_attention_heads=4, moe_intermediate_size=256)
     served = Served(cfg, tmp_path)
@@ -87,14 +87,6 @@ def test_whole_loop_with_a_server(tmp_path):
     assert all(0 <= r["mismatch_kl"] < 0.05 for r in steps if r["phase"] == 1.0)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
-
-
-@pytest.mark.slow
-def test_server_that_cannot_start_says_why_in_one_sentence(tmp_path):
-    cfg = case_config()
-    model = write_model(cfg, tmp_path / "model")
-    with pytest.raises(EngineError, match=r"ended during start-up \(exit code 1\): .*max_model_len.*log: .*server.log"):
-        start_server(cfg, model, tmp_path / "server", max_model_len=1 << 20)
 
 
 @pytest.mark.slow
