@@ -83,6 +83,11 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
 
+    @property
+    def has_channel(self) -> bool:
+        """Whether a sender's channel is open at this rank."""
+        return self._receiver is not None
+
     def _capture_routing(self) -> None:
         """Once the server is up, and with it vLLM's recorder of routed experts."""
         if self._captures or self.device.type != "cpu" or not self.model_config.enable_return_routed_experts:

@@ -5,6 +5,7 @@ import base64
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ class ServerEngine:
             if told := self._told():
                 raise EngineError(f"{error}{told}") from error
             # A refusal before anything was written leaves the old version in service.
-            self.policy_version = self.publisher.policy_version()
+            with suppress(EngineError):
+                self.policy_version = self.publisher.policy_version()
             raise
         self.policy_version = policy_version
         return report

@@ -115,7 +115,11 @@ class ServerProcess:
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        errors = [found[1] for line in lines if " WARNING " not in line and (found := _ERROR.search(line))]
+        errors = []
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if " WARNING " not in line and (found := _ERROR.search(line)):
+                # pydantic tells what is wrong in the line after its error's name
+                errors.append(f"{found[1]}: {following.partition(') ')[2].strip()}" if "validation error" in line else found[1])
         told = errors or [line for line in lines if line.strip()] or ["it wrote nothing"]
         # The first error is the cause; what follows it are processes that lost their partner.
         return f"{told[0 if errors else -1].strip()[:400]} (log: {self.log})"

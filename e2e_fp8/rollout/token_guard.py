@@ -77,8 +77,12 @@ class TokenGuard:
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
-        if path == "/pause" and query.get("mode") == ["keep"]:
-            return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
+        if path == "/pause":
+            if query.get("mode") == ["keep"]:
+                return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
+            # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
+            state = await self._ask(engine)
+            self._state = {**state, "refusal": state["refusal"] or "generation is paused for a weight update"}
         if path == "/sleep" and query.get("level") == ["2"]:
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None

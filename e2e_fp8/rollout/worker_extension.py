@@ -23,7 +23,10 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def prepare_update(self, manifest: str) -> dict[str, Any]:
-        """Check an ``UpdateManifest`` in JSON against the model; ends an update that was left halfway."""
+        """Check an ``UpdateManifest`` in JSON against the model; ends an update that was left halfway.
+
+        ``has_channel``: whether an earlier ``init_weight_transfer_engine`` still holds.
+        """
         try:
             transfer = _transfer(self)
             transfer.prepare(UpdateManifest.from_json(manifest))
@@ -31,7 +34,7 @@ class WorkerExtension:
             return {"error": str(error)}
         self._weight_update_active = False
         transfer.reset_weight_update_target()
-        return {}
+        return {"has_channel": transfer.has_channel}
 
     def weight_state(self) -> dict[str, Any]:
         """``policy_version`` (None when torn or unknown) and ``refusal``, why generation must not run (empty when it may)."""

@@ -29,7 +29,8 @@ class BroadcastGroup:
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            # Our own wait ends first and raises; the library's would end the process.
+            options._timeout = 2 * timeout
             torch.cuda.set_device(device)
             self._group = ProcessGroupNCCL(prefixed, rank, size, options)
         else:
@@ -75,14 +76,12 @@ class BroadcastGroup:
         work = self._group.broadcast([buffer], options)
         if self._device.type != "cuda":
             return lambda _: work.wait()
-        work.wait()  # orders the current stream behind the broadcast
-        event = torch.cuda.Event()
-        event.record()
-        return lambda check: self._poll(event, check)
+        return lambda check: self._poll(work, check)
 
-    def _poll(self, event: torch.cuda.Event, check: Callable[[], None]) -> None:
+    def _poll(self, work: Any, check: Callable[[], None]) -> None:
+        # Waiting on the stream instead would put the packing of the next bucket behind this broadcast.
         deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + 1.0
-        while not event.query():
+        while not work.is_completed():
             now = time.monotonic()
             if now > deadline:
                 self.abort()
@@ -91,6 +90,7 @@ class BroadcastGroup:
                 check()
                 next_check = now + 1.0
             time.sleep(2e-5)
+        work.wait()
 
     def check_trainer(self) -> None:
         """Raise EngineError, after aborting the group, when the trainer's process is gone."""

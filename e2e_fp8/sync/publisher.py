@@ -101,7 +101,9 @@ class WeightPublisher:
         named = _named_once(tensors)
         manifest = plan_update(list(named.items()), policy_version=policy_version, max_bytes=self._max_bucket_bytes)
         started = time.perf_counter()
-        self.client.collective("prepare_update", manifest.to_json())
+        prepared = self.client.collective("prepare_update", manifest.to_json())
+        if not all(rank["has_channel"] for rank in prepared):
+            self._forget_channel()  # the server was started again since the last update
         try:
             self._deliver(manifest, named, in_flight)
             delivered = time.perf_counter()

@@ -103,6 +103,16 @@ def test_update_without_a_pause_is_refused(served):
     generate(served.client)
 
 
+def test_a_pause_refuses_instead_of_queueing_for_ever(served):
+    served.publish("ipc", FIRST, 31)
+    before = generate(served.client)
+    served.client.post("/pause?mode=wait")
+    with pytest.raises(EngineError, match=r"\(503\): Generation refused: generation is paused"):
+        generate(served.client)
+    served.client.post("/resume")
+    assert generate(served.client) == before
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_trainer_killed_half_way_leaves_a_refusal_until_the_retry(served, transport):
     served.publish(transport, FIRST, 40)
