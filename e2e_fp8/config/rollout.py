@@ -10,6 +10,16 @@ from e2e_fp8.config.base import Section
 class RolloutConfig(Section):
     """Sampling parameters and engine sizes."""
 
+    placement: Literal["in_process", "server"] = Field(
+        default="in_process", description="Engine in the trainer's process, or a vLLM server of its own."
+    )
+    server_url: str | None = Field(
+        default=None,
+        description="Running server (http://HOST:PORT, token in E2E_FP8_TOKEN or E2E_FP8_TOKEN_FILE); unset, the run starts its own.",
+    )
+    server_devices: str | None = Field(
+        default=None, description="CUDA_VISIBLE_DEVICES of the server that the run starts; unset, the trainer's own devices."
+    )
     prompts_per_step: int = Field(default=16, ge=1, description="Prompts per RL step.")
     group_size: int = Field(default=8, ge=2, description="Samples per prompt; advantages are relative within the group.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs on both sides are taken at it.")

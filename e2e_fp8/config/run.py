@@ -10,11 +10,12 @@ from e2e_fp8.config.base import Section
 class SyncConfig(Section):
     """Delivery of weights into the rollout engine."""
 
-    transport: Literal["local", "shared", "disk"] = Field(
+    transport: Literal["local", "shared", "disk", "ipc", "nccl"] = Field(
         default="local",
         description="local: copy within the process; shared: trainer and engine are views of one storage, nothing is copied; "
-        "disk: block-FP8 HF checkpoint.",
+        "disk: block-FP8 HF checkpoint; ipc: shared memory of one GPU or host; nccl: broadcast to other GPUs (gloo on the CPU).",
     )
+    max_bucket_mib: int = Field(default=256, ge=1, description="Largest bucket of ipc and nccl, in MiB; two are held on each side.")
     receipt: bool = Field(default=True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
 
 

@@ -26,6 +26,7 @@ def check_cross_fields(cfg: "Config") -> None:
     """Raise ConfigError naming the fields, the rule and the remedy for the first rule that ``cfg`` breaks."""
     for rule in (
         _check_parallel,
+        _check_placement,
         _check_model,
         _check_precisions,
         _check_high_precision,
@@ -40,9 +41,36 @@ def check_cross_fields(cfg: "Config") -> None:
 
 def _check_parallel(cfg: "Config") -> None:
     sizes = {f"training.parallel.{name}": getattr(cfg.training.parallel, name) for name in type(cfg.training.parallel).model_fields}
-    for name, size in {**sizes, "rollout.tensor_parallel": cfg.rollout.tensor_parallel}.items():
+    for name, size in sizes.items():
         if size > 1:
             raise ConfigError(f"{name} is {size}, but sizes above 1 are not implemented yet: set it to 1.")
+
+
+def _check_placement(cfg: "Config") -> None:
+    placement, transport, size = cfg.rollout.placement, cfg.sync.transport, cfg.rollout.tensor_parallel
+    if placement == "in_process" and size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel is {size}, but an engine in the trainer's process drives one device: "
+            "set rollout.placement to server, or the size to 1."
+        )
+    if placement == "in_process" and transport in ("ipc", "nccl"):
+        raise ConfigError(
+            f"sync.transport is {transport}, but rollout.placement is in_process and {transport} connects two processes: set "
+            "rollout.placement to server, or sync.transport to local."
+        )
+    if placement == "server" and transport in ("local", "shared"):
+        raise ConfigError(
+            f"sync.transport is {transport}, but rollout.placement is server and {transport} cannot leave the process: set sync.transport "
+            "to ipc, nccl or disk."
+        )
+    if placement == "server" and cfg.rollout.sleep_level:
+        raise ConfigError(
+            f"rollout.sleep_level is {cfg.rollout.sleep_level}, but rollout.placement is server, and only the in-process engine sleeps "
+            "between generation and sync: set it to 0."
+        )
+    for name in ("server_url", "server_devices"):
+        if placement == "in_process" and getattr(cfg.rollout, name) is not None:
+            raise ConfigError(f"rollout.{name} is set, but rollout.placement is in_process: set placement to server, or remove the field.")
 
 
 def _check_model(cfg: "Config") -> None:

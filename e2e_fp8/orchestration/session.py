@@ -8,10 +8,12 @@ from typing import Any
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.environment import prepare
-from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, sync_weights
+from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
@@ -52,7 +54,7 @@ class Session:
     task: Task
     trainer: MegatronEngine
     model_dir: Path
-    rollout: VllmEngine | None = None
+    rollout: VllmEngine | ServerEngine | None = None
     reference: MegatronEngine | None = None
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
 
@@ -61,11 +63,14 @@ class Session:
         self.reference = MegatronEngine(self.cfg)
         self.reference.load_state_dict(state)
 
-    def start_rollout(self) -> VllmEngine:
+    def start_rollout(self) -> VllmEngine | ServerEngine:
         """Start the engine on first use; it is slow to start and the warm start does not need it."""
         if self.rollout is None:
             tokenizer = self.task.tokenizer
-            if self.cfg.sync.transport == "shared":
+            if self.cfg.rollout.placement == "server":
+                writer = checkpoint_writer(self.model_dir)
+                self.rollout = ServerEngine(self.cfg, self.model_dir, tokenizer.eos_token_id, tokenizer.decode, writer)
+            elif self.cfg.sync.transport == "shared":
                 memory = TrainerMemory(
                     tensors=lambda: exported_tensors(self.trainer, self.cfg), policy_version=lambda: self.trainer.policy_version
                 )
@@ -76,7 +81,10 @@ class Session:
 
     def sync(self) -> SyncReport:
         """Deliver the trainer's weights into the engine."""
-        return sync_weights(self.trainer, self.start_rollout(), self.cfg, self.model_dir.parent / "sync")
+        rollout = self.start_rollout()
+        if isinstance(rollout, ServerEngine):
+            return publish_weights(self.trainer, rollout, self.cfg)
+        return sync_weights(self.trainer, rollout, self.cfg, self.model_dir.parent / "sync")
 
     def close(self) -> None:
         """Stop the engine."""

@@ -12,6 +12,7 @@ from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.sync.receipt import Manifest, check_receipt, manifest_of
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.types import ExportedTensor
@@ -73,6 +74,22 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
         seconds=delivered - started,
         receipt_seconds=time.perf_counter() - delivered,
         receipt=receipt,
+    )
+
+
+def publish_weights(trainer: MegatronEngine, rollout: ServerEngine, cfg: Config) -> SyncReport:
+    """:func:`sync_weights` for an engine in another process.
+
+    Raises:
+        ByteMismatchError: the bytes at some engine rank are not the trainer's; the server refuses to generate then.
+    """
+    report = rollout.publish(exported_tensors(trainer, cfg), policy_version=trainer.policy_version, receipt=cfg.sync.receipt)
+    return SyncReport(
+        policy_version=report.policy_version,
+        num_bytes=report.num_bytes,
+        seconds=report.seconds,
+        receipt_seconds=report.receipt_seconds,
+        receipt=report.receipt,
     )
 
 

@@ -16,7 +16,7 @@ from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
-from e2e_fp8.rollout.sampling import check_prompts, length_at_stop, request_seed
+from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -110,13 +110,14 @@ class VllmEngine:
             dynamo_config.disable = True
         from vllm import LLM
 
-        from e2e_fp8.rollout.preflight import verify_plugin_live
+        from e2e_fp8.rollout.preflight import verify_agreement, verify_plugin_live
 
         verify_plugin_live()
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         with preserved_process_state():
             llm = LLM(**args, load_format=self._load_format())
+        verify_agreement(llm, self.cfg, torch.device(self.device))
         if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
             from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 
@@ -189,23 +190,18 @@ class VllmEngine:
 
     def _sample(self, prompt: Prompt, group_id: int, output: Any) -> Sample:
         token_ids = tuple(output.token_ids)
-        log_probs = tuple(step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True))
-        finish_reason, routed_experts = output.finish_reason, output.routed_experts
-        cut = length_at_stop(token_ids, self.cfg.rollout.stop, self.decode)
-        if cut is not None:
-            token_ids, log_probs, finish_reason = token_ids[:cut], log_probs[:cut], "stop"
-        if routed_experts is not None:
-            routed_experts = routed_experts[: len(prompt.token_ids) + len(token_ids) - 1]
         assert self.policy_version is not None
-        return Sample(
-            prompt=prompt,
+        return finished_sample(
+            prompt,
             group_id=group_id,
-            response_token_ids=token_ids,
-            response_text=self.decode(token_ids[:-1] if token_ids and token_ids[-1] == self.eos_token_id else token_ids),
-            rollout_log_probs=log_probs,
-            routed_experts=routed_experts,
-            finish_reason=finish_reason,
+            token_ids=token_ids,
+            log_probs=tuple(step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)),
+            finish_reason=output.finish_reason,
+            routed_experts=output.routed_experts,
             policy_version=self.policy_version,
+            stop=self.cfg.rollout.stop,
+            eos_token_id=self.eos_token_id,
+            decode=self.decode,
         )
 
     def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:

@@ -72,9 +72,14 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise EngineError(f"Rollout model directory {model_dir} has no config.json.")
     config = json.loads(path.read_text())
-    if config.get("model_type") not in ("qwen3", "qwen3_moe"):
-        raise EngineError(f"{path}: model_type {config.get('model_type')!r} is not supported; use qwen3 or qwen3_moe.")
+    check_model_type(config, str(path))
     return config
+
+
+def check_model_type(config: Mapping[str, Any], where: str) -> None:
+    """Raise EngineError, naming ``where`` it came from, for an architecture whose layout is not known."""
+    if config.get("model_type") not in ("qwen3", "qwen3_moe"):
+        raise EngineError(f"{where}: model_type {config.get('model_type')!r} is not supported; use qwen3 or qwen3_moe.")
 
 
 def _ceil_tiles(size: int) -> int:

@@ -11,7 +11,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
 _REASONS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "the engine lives in the trainer's process",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "rollout.placement says whether the engine lives in the trainer's process",
     "VLLM_USE_DEEP_GEMM_E8M0": "vLLM's default of 1 requantizes the delivered FP8 weights to power-of-two scales",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "FlashInfer's kernel quantizes activations differently at small batches",
     "VLLM_USE_FLASHINFER_SAMPLER": "FlashInfer's sampler ignores per-request seeds and processed log-probs",
@@ -19,12 +19,26 @@ _REASONS = {
     "VLLM_CPU_KVCACHE_SPACE": "rollout.kv_cache_gib sets the size of the KV cache",
     "VLLM_CPU_SGL_KERNEL": "the packed kernel keeps no checkpoint layout",
 }
+NUMERIC_SWITCHES = (
+    *_REASONS,
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_DISABLED_KERNELS",
+    "VLLM_BATCH_INVARIANT",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables that a rollout worker reports at start, because they change bytes, kernels or products."""
 
 
 def rollout_environment(cfg: Config, *, device: str) -> dict[str, str]:
     """Variables the engine needs on ``device`` (``cpu`` or ``cuda``)."""
-    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    in_process = cfg.rollout.placement == "in_process"
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
+        if cfg.rollout.tensor_parallel > 1:
+            # vLLM's own choice is one rank for each memory node, and refuses more ranks than there are nodes.
+            cores = sorted(os.sched_getaffinity(0))
+            common["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(cfg.rollout.tensor_parallel))
         return common | {
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(cfg.rollout.kv_cache_gib or 1),
@@ -57,7 +71,7 @@ def check_environment(cfg: Config, environ: Mapping[str, str], *, device: str) -
         )
     if device == "cpu" and cfg.rollout.sleep_level:
         raise ConfigError(f"rollout.sleep_level is {cfg.rollout.sleep_level}, but vLLM's CPU build cannot sleep. Set it to 0.")
-    if cfg.rollout.tensor_parallel != 1:
+    if cfg.rollout.tensor_parallel != 1 and cfg.rollout.placement == "in_process":
         raise ConfigError(
             f"rollout.tensor_parallel is {cfg.rollout.tensor_parallel}, but the in-process engine drives one device. Set it to 1."
         )

@@ -1,12 +1,20 @@
-"""Proof that the plugin is live in this process, because vLLM logs a failed plugin and carries on."""
+"""Checks of an engine in this process before it is used: plugin live, and plan and switches as the trainer's."""
 
 from importlib.metadata import entry_points
+from typing import Any
 
+import torch
+
+from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
+from e2e_fp8.rollout.agreement import check_agreement, worker_facts
 
 
 def verify_plugin_live() -> None:
-    """Load vLLM's plugins and raise EngineError unless everything :func:`e2e_fp8.rollout.plugin.register` adds is there."""
+    """Load vLLM's plugins and raise EngineError unless everything :func:`e2e_fp8.rollout.plugin.register` adds is there.
+
+    vLLM logs a plugin that failed and carries on without it.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
@@ -26,3 +34,8 @@ def verify_plugin_live() -> None:
             f"vLLM did not load plugin e2e_fp8: {', '.join(missing)} not registered. Check VLLM_PLUGINS and vLLM's log for the "
             "plugin's own error."
         )
+
+
+def verify_agreement(llm: Any, cfg: Config, device: torch.device) -> None:
+    """Compare what the live model of ``llm`` computes with and what ``cfg`` plans; raises as :func:`check_agreement`."""
+    check_agreement(cfg, llm.apply_model(lambda model: worker_facts(model, llm.llm_engine.vllm_config, device)))

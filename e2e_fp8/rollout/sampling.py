@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from e2e_fp8.errors import DataError
-from e2e_fp8.types import Prompt
+from e2e_fp8.types import Prompt, Sample
 
 
 def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
@@ -38,3 +39,34 @@ def length_at_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Callab
         if any(text in decoded for text in stop):
             return length
     return len(token_ids)
+
+
+def finished_sample(
+    prompt: Prompt,
+    *,
+    group_id: int,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float],
+    finish_reason: str | None,
+    routed_experts: Any,
+    policy_version: int,
+    stop: Sequence[str],
+    eos_token_id: int,
+    decode: Callable[[Sequence[int]], str],
+) -> Sample:
+    """A sample as the engine returned it, cut at the token that completes a stop string; the text leaves the end token out."""
+    cut = length_at_stop(token_ids, stop, decode)
+    if cut is not None:
+        token_ids, log_probs, finish_reason = token_ids[:cut], log_probs[:cut], "stop"
+    if routed_experts is not None:
+        routed_experts = routed_experts[: len(prompt.token_ids) + len(token_ids) - 1]
+    return Sample(
+        prompt=prompt,
+        group_id=group_id,
+        response_token_ids=tuple(token_ids),
+        response_text=decode(token_ids[:-1] if token_ids and token_ids[-1] == eos_token_id else token_ids),
+        rollout_log_probs=tuple(log_probs),
+        routed_experts=routed_experts,
+        finish_reason=finish_reason,  # type: ignore[arg-type]
+        policy_version=policy_version,
+    )

@@ -17,7 +17,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "e2e_fp8_local"
-"""Name under which the engine is registered with vLLM's ``WeightTransferEngineFactory``."""
+"""Name under which the in-process engine is registered with vLLM's ``WeightTransferEngineFactory``."""
+REMOTE_BACKEND = "e2e_fp8"
+"""Name of the engine that takes weights from another process (:mod:`e2e_fp8.rollout.remote_transfer`)."""
 
 MAILBOX: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
 """Token -> (HF name, tensor) pairs waiting to be loaded; each token is taken once."""

@@ -1,0 +1,160 @@
+"""The receiving end of weight updates inside a vLLM worker: vLLM's weight-transfer engine ``e2e_fp8``.
+
+vLLM's verbs stay as they are: init opens a channel, start marks the weights as torn, update takes buckets, finish gives them
+their version. Before a start, ``prepare_update`` (a method of the worker extension) compares the announced names, shapes and
+dtypes with the model, so that an incomplete update is refused while the old weights still serve.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from e2e_fp8.errors import EngineError
+from e2e_fp8.numerics.digest import tensor_digests
+from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
+from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
+from e2e_fp8.rollout.rank_layout import rank_layout
+from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, Loader
+from e2e_fp8.sync.buckets import UpdateManifest
+from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
+from e2e_fp8.sync.engine_receipt import Part, encode_parts
+from e2e_fp8.sync.token import require_token_for_dev_routes
+
+
+@dataclass
+class RemoteInitInfo(WeightTransferInitInfo):
+    """Channel name and its parameters, made by the sender (``e2e_fp8.sync.channels``)."""
+
+    channel: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RemoteUpdateInfo(WeightTransferUpdateInfo):
+    """Digest of the prepared manifest, and what the sender announces."""
+
+    manifest: str
+    update: dict[str, Any] = field(default_factory=dict)
+
+
+class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpdateInfo]):
+    """Loads complete, versioned sets of HF-named tensors from another process."""
+
+    init_info_cls = RemoteInitInfo
+    update_info_cls = RemoteUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        """Raises ConfigError without a token when the server's control routes are on, EngineError for a model it cannot lay out."""
+        super().__init__(config, vllm_config, device, model)
+        require_token_for_dev_routes()
+        hf_config = self.model_config.hf_config
+        self.hf_config: dict[str, Any] = hf_config.to_dict()
+        if hasattr(hf_config, "num_experts"):
+            # transformers writes this field under another name than it reads it
+            self.hf_config["num_experts"] = hf_config.num_experts
+        check_model_type(self.hf_config, str(self.model_config.model))
+        if self.parallel_config.pipeline_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
+            raise EngineError("Weight updates into pipeline- or expert-parallel rollout are not implemented: use tensor parallelism alone.")
+        self.layout = engine_layout(self.hf_config)
+        self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size)
+        self.in_place = self.device.type == "cuda" and self.hf_config.get("quantization_config") is not None
+        """Whether live parameters have the checkpoint's layout; elsewhere vLLM repacks them and its reload is used."""
+        self.policy_version: int | None = self.hf_config.get(VERSION_KEY)
+        self.refusal = ""
+        """Why the weights must not be used; empty when they may."""
+        if vllm_config.load_config.load_format == "dummy":
+            self.refusal = "the rollout server has no weights yet: publish a policy version"
+        self._loader: Loader = InPlaceLoader(model, self.parts) if self.in_place else LayerwiseLoader(model, self.model_config)
+        self._receiver: Receiver | None = None
+        self._manifest: UpdateManifest | None = None
+        self._pending: set[int] = set()
+        self._arrived: dict[Part, int] = {}
+        self._captures = False
+
+    def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
+        self._close_receiver()
+        self._capture_routing()
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+
+    @property
+    def has_channel(self) -> bool:
+        """Whether a sender's channel is open at this rank."""
+        return self._receiver is not None
+
+    def _capture_routing(self) -> None:
+        """Once the server is up, and with it vLLM's recorder of routed experts."""
+        if self._captures or self.device.type != "cpu" or not self.model_config.enable_return_routed_experts:
+            return
+        capture_unquantized_cpu_routing(self.model)
+        self._captures = True
+
+    def prepare(self, manifest: UpdateManifest) -> None:
+        """Accept ``manifest`` as the next update, ending an earlier one that was left halfway.
+
+        Raises EngineError unless its names, shapes and dtypes are exactly the model's; nothing is changed then.
+        """
+        check_delivery(self.layout, {spec.name: (spec.dtype, spec.shape) for spec in manifest.specs()})
+        self._loader.abandon()
+        self._manifest, self._pending, self._arrived = manifest, set(range(len(manifest.buckets))), {}
+
+    def start_weight_update(self) -> None:
+        if self._manifest is None or self._receiver is None:
+            raise EngineError("Weight update refused, nothing was written: call prepare_update and init_weight_transfer_engine first.")
+        version = self._manifest.policy_version
+        self.policy_version = None
+        self.refusal = f"the update to policy version {version} began and has not finished: its trainer must publish again"
+        self._loader.start()
+
+    def receive_weights(self, update_info: RemoteUpdateInfo) -> None:
+        manifest = self._manifest
+        if manifest is None or self._receiver is None or update_info.manifest != manifest.digest:
+            raise EngineError("Weights arrived that belong to no prepared update; publish again.")
+        for index, tensors in self._receiver.receive(update_info.update, manifest):
+            if index not in self._pending:
+                raise EngineError(f"Bucket {index} of policy version {manifest.policy_version} came twice; publish again.")
+            self._loader.load(tensors)
+            if not self.in_place:
+                self._record_arrival(tensors)
+            self._pending.discard(index)
+
+    def _record_arrival(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Digests of what the receipt cannot read back, because vLLM repacks it."""
+        readable = {slot.part.name for slot in self.parts if slot.slot.fp8}
+        chosen = {name: tensor for name, tensor in tensors.items() if name not in readable}
+        parts = [Part(name=name, start=(0,) * tensor.dim(), shape=tuple(tensor.shape)) for name, tensor in chosen.items()]
+        self._arrived |= dict(zip(parts, tensor_digests(list(chosen.values())), strict=True))
+
+    def finish_weight_update(self) -> None:
+        assert self._manifest is not None
+        if self._pending:
+            missing = [spec.name for index in sorted(self._pending) for spec in self._manifest.buckets[index]]
+            raise EngineError(f"{len(missing)} announced tensors never came, {missing[:4]} among them; publish again.")
+        self._loader.finish()
+        self.policy_version, self.refusal = self._manifest.policy_version, ""
+        self._manifest = None
+
+    def receipt(self) -> list[list[Any]]:
+        """Digest of every part this rank can show: all of them in place, else FP8 codes and scales, and arrivals of the rest."""
+        parameters = dict(self.model.named_parameters())
+        shown = [slot for slot in self.parts if slot.slot.fp8 or self.in_place]
+        digests = tensor_digests([slot.live(parameters) for slot in shown])
+        return encode_parts([slot.part for slot in shown], digests) + encode_parts(list(self._arrived), list(self._arrived.values()))
+
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def shutdown(self) -> None:
+        self._close_receiver()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        raise NotImplementedError("use e2e_fp8.sync.publisher.WeightPublisher in the trainer's process")

@@ -1,0 +1,70 @@
+"""Methods that ``--worker-extension-cls`` adds to every vLLM worker, called by name through ``/collective_rpc``.
+
+Each answers with a JSON object; a mistake of the caller is ``{"error": sentence}``, because vLLM turns exceptions of workers
+into stack traces on the way.
+"""
+
+from typing import Any
+
+import torch
+
+from e2e_fp8.errors import UserError
+from e2e_fp8.rollout.agreement import worker_facts
+from e2e_fp8.rollout.remote_transfer import RemoteWeightTransferEngine
+from e2e_fp8.sync.buckets import UpdateManifest
+
+
+class WorkerExtension:
+    """Preparation, state and proof of weight updates. Needs ``--weight-transfer-config '{"backend": "e2e_fp8"}'``."""
+
+    weight_transfer_engine: Any
+    device: torch.device
+    vllm_config: Any
+    _weight_update_active: bool
+
+    def prepare_update(self, manifest: str) -> dict[str, Any]:
+        """Check an ``UpdateManifest`` in JSON against the model; ends an update that was left halfway.
+
+        ``has_channel``: whether an earlier ``init_weight_transfer_engine`` still holds.
+        """
+        try:
+            transfer = _transfer(self)
+            transfer.prepare(UpdateManifest.from_json(manifest))
+        except UserError as error:
+            return {"error": str(error)}
+        self._weight_update_active = False
+        transfer.reset_weight_update_target()
+        return {"has_channel": transfer.has_channel}
+
+    def weight_state(self) -> dict[str, Any]:
+        """``policy_version`` (None when torn or unknown) and ``refusal``, why generation must not run (empty when it may)."""
+        transfer = _transfer(self)
+        return {"policy_version": transfer.policy_version, "refusal": transfer.refusal}
+
+    def refuse_generation(self, reason: str) -> dict[str, Any]:
+        """Mark the weights as unusable until the next finished update."""
+        transfer = _transfer(self)
+        transfer.policy_version, transfer.refusal = None, reason
+        return {}
+
+    def receipt(self) -> dict[str, Any]:
+        """``parts``: digests of this rank's live bytes (``e2e_fp8.sync.engine_receipt``); ``policy_version``."""
+        try:
+            return {"parts": _transfer(self).receipt(), "policy_version": _transfer(self).policy_version}
+        except UserError as error:
+            return {"error": str(error)}
+
+    def describe_worker(self) -> dict[str, Any]:
+        """What this worker computes with: see :func:`e2e_fp8.rollout.agreement.worker_facts`."""
+        transfer = _transfer(self)
+        return worker_facts(transfer.model, self.vllm_config, self.device) | {
+            "in_place": transfer.in_place,
+            "policy_version": transfer.policy_version,
+        }
+
+
+def _transfer(worker: WorkerExtension) -> RemoteWeightTransferEngine:
+    transfer = worker.weight_transfer_engine
+    if not isinstance(transfer, RemoteWeightTransferEngine):
+        raise RuntimeError('start vLLM with --weight-transfer-config \'{"backend": "e2e_fp8"}\' to use this worker extension')
+    return transfer

@@ -1,0 +1,114 @@
+"""A process group of trainer and engine ranks outside torch's global one: NCCL on GPUs, gloo on CPUs.
+
+The only place where the ``nccl`` transport depends on the device. Rank 0 is the trainer; it owns the rendezvous.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from e2e_fp8.errors import EngineError
+
+_ALIVE = "trainer"
+
+
+class BroadcastGroup:
+    """Broadcasts of flat byte buffers from rank 0."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
+        self._store, self._timeout_s, self._device = store, timeout_s, device
+        self._group: Any
+        timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
+        if device.type == "cuda":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            # Our own wait ends first and raises; the library's would end the process.
+            options._timeout = 2 * timeout
+            torch.cuda.set_device(device)
+            self._group = ProcessGroupNCCL(prefixed, rank, size, options)
+        else:
+            options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            # The default interface is looked up by host name, which may not resolve to an address peers can reach.
+            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timeout
+            self._group = ProcessGroupGloo(prefixed, rank, size, options)
+
+    @classmethod
+    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[[], "BroadcastGroup"]]:
+        """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone."""
+        listener = socket.socket()
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        store.set(_ALIVE, "1")
+        return port, lambda: cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
+
+    @classmethod
+    def join(cls, host: str, port: int, rank: int, size: int, *, device: torch.device, timeout_s: float) -> "BroadcastGroup":
+        """Join the trainer's group from an engine rank."""
+        store = TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        local = "127.0.0.1" if host == "127.0.0.1" else _address_towards(host, port)
+        return cls(store, rank, size, device=device, host=local, timeout_s=timeout_s)
+
+    def broadcast(self, buffer: torch.Tensor) -> Callable[[Callable[[], None]], None]:
+        """Start a broadcast of ``buffer`` (uint8) from rank 0; the result waits for it.
+
+        The waiter calls its argument now and then, so that a dead peer ends the wait. Raises EngineError on a timeout.
+        """
+        options = BroadcastOptions()
+        options.rootRank = 0
+        work = self._group.broadcast([buffer], options)
+        if self._device.type != "cuda":
+            return lambda _: work.wait()
+        return lambda check: self._poll(work, check)
+
+    def _poll(self, work: Any, check: Callable[[], None]) -> None:
+        # Waiting on the stream instead would put the packing of the next bucket behind this broadcast.
+        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + 1.0
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > deadline:
+                self.abort()
+                raise EngineError(f"A weight broadcast did not finish within {self._timeout_s:g} s; the other side died or hangs.")
+            if now > next_check:
+                check()
+                next_check = now + 1.0
+            time.sleep(2e-5)
+        work.wait()
+
+    def check_trainer(self) -> None:
+        """Raise EngineError, after aborting the group, when the trainer's process is gone."""
+        try:
+            self._store.check([_ALIVE])
+        except RuntimeError as error:
+            self.abort()
+            raise EngineError("The trainer died while it sent weights; publish again.") from error
+
+    def abort(self) -> None:
+        """End outstanding broadcasts and leave the group; the others see an error, never half a message."""
+        if self._device.type == "cuda":
+            self._group.abort()
+        else:
+            self._group = None
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to ``host``."""
+    with socket.create_connection((host, port), timeout=10) as probe:
+        return probe.getsockname()[0]

@@ -1,0 +1,94 @@
+"""All transports into a vLLM server on Hopper GPUs: bytes stay, CUDA graphs see them, twenty updates in a row."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
+
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.rollout.agreement import check_agreement
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+def on_gpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in weights.items()}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3"])
+def served(request, tmp_path_factory):
+    cfg = case_config(request.param, device="cuda")
+    served = Served(cfg, tmp_path_factory.mktemp("served"), enforce_eager=False)
+    yield served
+    served.process.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
+def test_delivered_bytes_are_live_and_generation_follows(served, transport):
+    publisher, answers = served.publisher(transport), []
+    check_agreement(served.cfg, publisher.workers)
+    assert all(worker["in_place"] for worker in publisher.workers)
+    weights = {seed: random_weights(served.cfg, seed) for seed in (11, 12)}
+    for version, seed in ((1, 11), (2, 12), (3, 11)):
+        report = publisher.publish(exported(on_gpu(weights[seed])), policy_version=version)
+        assert report.receipt is not None
+        assert_live(served, weights[seed])
+        answers.append(generate(served.client))
+        print(f"{transport} {report.num_bytes} bytes: sync {report.seconds:.4f} s, receipt {report.receipt_seconds:.4f} s")
+    assert answers[0] == answers[2] != answers[1]
+    publisher.close()
+
+
+def test_twenty_updates_in_a_row(served):
+    publisher = served.publisher("ipc")
+    for version in range(20):
+        weights = random_weights(served.cfg, 100 + version)
+        publisher.publish(exported(on_gpu(weights)), policy_version=version)
+        generate(served.client)
+    assert_live(served, weights)
+    publisher.close()
+
+
+def test_nccl_on_the_engines_own_gpu_is_refused(served):
+    with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
+        served.publisher("nccl")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3"])
+def test_nccl_between_two_gpus(tmp_path, architecture):
+    cfg = case_config(architecture, device="cuda")
+    served = Served(cfg, tmp_path, devices="1", enforce_eager=False)
+    try:
+        publisher = served.publisher("nccl")
+        for version in range(1, 6):
+            weights = random_weights(cfg, 20 + version)
+            report = publisher.publish(exported(on_gpu(weights)), policy_version=version)
+            assert_live(served, weights)
+            print(f"nccl {report.num_bytes} bytes: sync {report.seconds:.4f} s, receipt {report.receipt_seconds:.4f} s")
+            generate(served.client)
+        publisher.close()
+    finally:
+        served.process.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_two_rollout_ranks_hold_their_parts(tmp_path, transport):
+    """The trainer on GPU 0; ipc reads its buffers from peer GPUs, which therefore have to be visible to the server."""
+    sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "moe_intermediate_size": 256}
+    cfg = case_config("qwen3_moe", device="cuda", tensor_parallel=2, **sizes)
+    served = Served(cfg, tmp_path, devices="1,2" if transport == "nccl" else "1,2,0")
+    try:
+        for version in (1, 2):
+            weights = random_weights(cfg, 30 + version)
+            served.publish(transport, on_gpu(weights), version)
+            for rank in range(2):
+                assert_live(served, weights, rank=rank, size=2)
+        generate(served.client)
+    finally:
+        served.process.close()

@@ -1,0 +1,64 @@
+"""A trainer that publishes once, and stops in the middle for as long as a file exists.
+
+Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE``. It creates HOLD_FILE
+when it is half way: with two buckets packed, or with the checkpoint of the disk transport half written.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.server_cases import case_config, exported, random_weights
+
+from e2e_fp8.errors import UserError
+from e2e_fp8.export.policy_folder import checkpoint_writer
+from e2e_fp8.sync import channels
+from e2e_fp8.sync.publisher import WeightPublisher
+
+
+def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str) -> int:
+    packed, pack = 0, channels.pack
+
+    def wait_here() -> None:
+        Path(hold).touch()
+        while Path(hold).exists():
+            time.sleep(0.02)
+
+    def slow_pack(*args) -> None:
+        nonlocal packed
+        if packed == 2:
+            wait_here()
+        packed += 1
+        pack(*args)
+
+    channels.pack = slow_pack
+    write = checkpoint_writer(Path(model))
+
+    def slow_write(folder, tensors, policy_version) -> None:
+        (folder.with_name(folder.name + ".partial")).mkdir(parents=True)
+        wait_here()
+        write(folder, tensors, policy_version)
+
+    try:
+        publisher = WeightPublisher(
+            url,
+            Path(token_file).read_text(),
+            transport=transport,
+            device=torch.device("cpu"),
+            max_bucket_bytes=256 << 10,
+            folder=Path(hold).parent / "sync",
+            write_folder=slow_write,
+            timeout_s=60,
+        )
+        publisher.publish(exported(random_weights(case_config(), int(seed))), policy_version=int(version))
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

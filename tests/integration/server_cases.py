@@ -1,0 +1,144 @@
+"""Real vLLM servers for the tests: model folders, random weights, and an extension that shows live bytes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from references.fused_reference import fused_fp8
+from rollout_engine_process import exported, hf_config, random_weights
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.export.policy_folder import checkpoint_writer
+from e2e_fp8.rollout.engine import engine_args
+from e2e_fp8.rollout.environment import rollout_environment
+from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flags
+from e2e_fp8.rollout.worker_extension import WorkerExtension
+from e2e_fp8.sync.http_client import ServerClient
+from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+
+__all__ = ["Served", "assert_live", "case_config", "exported", "generate", "random_weights", "start_server", "write_model"]
+HERE = Path(__file__).resolve().parent
+
+
+class ShowingExtension(WorkerExtension):
+    """The real extension, which also writes the worker's raw parameters to a folder."""
+
+    def show_parameters(self, folder: str) -> dict[str, Any]:
+        transfer = self.weight_transfer_engine
+        rank = self.vllm_config.parallel_config.rank
+        shown = {n: p.detach().cpu().clone().contiguous() for n, p in transfer.model.named_parameters() if p.numel()}
+        save_file(shown, Path(folder) / f"rank{rank}.safetensors")
+        return {}
+
+
+def case_config(architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_parallel: int = 1, **model: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"architecture": architecture, **model},
+            "rollout": {
+                "placement": "server",
+                "temperature": 0.7,
+                "max_response_tokens": 12,
+                "max_model_len": 64,
+                "max_num_seqs": 32,
+                "tensor_parallel": tensor_parallel,
+            },
+            "sync": {"transport": "ipc"},
+            "run": {"backend": device, "seed": 3},
+        }
+    )
+
+
+def write_model(cfg: Config, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(cfg)))
+    return folder
+
+
+def start_server(cfg: Config, model: Path, folder: Path, *, devices: str | None = None, **changes: Any) -> ServerProcess:
+    """A server of ``model`` with :class:`ShowingExtension`.
+
+    ``devices`` is its CUDA_VISIBLE_DEVICES; ``changes`` replace keyword arguments of ``vllm.LLM``.
+    """
+    device = cfg.run.backend
+    args = engine_args(cfg, model, device=device, is_moe=cfg.model.is_moe, fp8=True) | changes
+    flags = ["integration.server_cases.ShowingExtension" if flag == EXTENSION else flag for flag in server_flags(args)]
+    environ = {**os.environ, **rollout_environment(cfg, device=device)}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    if devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = devices
+    return ServerProcess(flags, environ, folder, timeout_s=400)
+
+
+def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> list[int]:
+    """Token ids of one completion, as a plain HTTP client gets them."""
+    params = {"temperature": 0.7, "max_tokens": 8, "seed": seed, "detokenize": False}
+    answer = client.post("/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": params})
+    return answer["choices"][0]["token_ids"]
+
+
+class Served:
+    """A server, its folders, and publishers to it."""
+
+    def __init__(self, cfg: Config, root: Path, *, devices: str | None = None, **changes: Any) -> None:
+        self.cfg, self.root = cfg, root
+        self.model = write_model(cfg, root / "model")
+        self.process = start_server(cfg, self.model, root / "server", devices=devices, **changes)
+        self.client = ServerClient(self.process.url, self.process.token, timeout_s=60)
+
+    def publisher(self, transport: str) -> WeightPublisher:
+        return WeightPublisher(
+            self.process.url,
+            self.process.token,
+            transport=transport,
+            device=torch.device("cuda:0" if self.cfg.run.backend == "cuda" else "cpu"),
+            max_bucket_bytes=256 << 10,
+            folder=self.root / "sync",
+            write_folder=checkpoint_writer(self.model),
+            timeout_s=60,
+        )
+
+    def publish(self, transport: str, weights: dict[str, torch.Tensor], version: int) -> PublishReport:
+        publisher = self.publisher(transport)
+        try:
+            return publisher.publish(exported(weights), policy_version=version)
+        finally:
+            publisher.close()
+
+    def versions(self) -> list[int | None]:
+        return [state["policy_version"] for state in self.client.collective("weight_state")]
+
+    def live_bytes(self, rank: int) -> dict[str, torch.Tensor]:
+        self.client.collective("show_parameters", str(self.root))
+        return load_file(self.root / f"rank{rank}.safetensors")
+
+    def start_trainer(self, transport: str, weight_seed: int, version: int) -> subprocess.Popen:
+        """A trainer process, held half way through its update."""
+        hold = self.root / "hold"
+        token = self.process.log.parent / "server.token"
+        words = [self.process.url, token, self.model, transport, weight_seed, version, hold]
+        trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 300
+        while not hold.exists():
+            assert trainer.poll() is None, trainer.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return trainer
+
+
+def assert_live(served: Served, weights: dict[str, torch.Tensor], *, rank: int = 0, size: int = 1) -> None:
+    """Every FP8 parameter of a rank has the bytes that the slow reference cuts out of ``weights``."""
+    config = json.loads((served.model / "config.json").read_text())
+    live, expected = served.live_bytes(rank), fused_fp8(config, weights, rank, size)
+    assert len(expected) == 2 * 4 * config["num_hidden_layers"]
+    for name, tensor in expected.items():
+        assert torch.equal(live[name].view(tensor.dtype), tensor), (rank, name)

@@ -1,0 +1,187 @@
+"""Weights from one process into a real vLLM server in others, over every transport, with either side killed on the way."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights, start_server
+
+from e2e_fp8.errors import EngineError
+from e2e_fp8.rollout.agreement import check_agreement
+from e2e_fp8.sync.channels import policy_folder
+from e2e_fp8.sync.http_client import ServerClient
+from e2e_fp8.sync.publisher import WeightPublisher
+
+CFG = case_config()
+FIRST, SECOND = random_weights(CFG, 11), random_weights(CFG, 12)
+TRANSPORTS = ("ipc", "nccl", "disk")
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(CFG, tmp_path_factory.mktemp("served"))
+    yield served
+    served.process.close()
+
+
+def test_without_weights_generation_is_refused(served):
+    with pytest.raises(EngineError, match=r"\(503\): Generation refused: the rollout server has no weights yet"):
+        generate(served.client)
+
+
+def test_workers_agree_with_the_plan_and_disagreements_are_named(served):
+    publisher = served.publisher("ipc")
+    check_agreement(CFG, publisher.workers)
+    other = CFG.model_copy(update={"numerics": CFG.numerics.model_copy(update={"scale_format": "pow2"})})
+    with pytest.raises(EngineError, match="power_2_scale is True in the trainer's plan and False at rollout rank 0"):
+        check_agreement(other, publisher.workers)
+    kept = (*CFG.numerics.high_precision_modules, "*.o_proj")
+    other = CFG.model_copy(update={"numerics": CFG.numerics.model_copy(update={"high_precision_modules": kept})})
+    with pytest.raises(EngineError, match=r"model.layers.0.self_attn.o_proj is bf16 in the trainer's plan and fp8 at rollout rank 0"):
+        check_agreement(other, publisher.workers)
+    publisher.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_delivered_bytes_are_live_and_generation_follows(served, transport):
+    publisher, answers = served.publisher(transport), []
+    for version, weights in ((1, FIRST), (2, SECOND), (3, FIRST)):
+        report = publisher.publish(exported(weights), policy_version=version)
+        assert report.receipt is not None
+        assert report.num_bytes == sum(t.numel() * t.element_size() for t in weights.values())
+        assert served.versions() == [version]
+        assert_live(served, weights)
+        answers.append(generate(served.client))
+    assert answers[0] == answers[2] != answers[1]
+    publisher.close()
+
+
+def test_routes_need_the_token(served):
+    stranger = ServerClient(served.process.url, "x" * 43, timeout_s=10)
+    assert stranger.is_healthy()
+    for route in ("/inference/v1/generate", "/collective_rpc", "/start_weight_update", "/pause", "/no-such-route"):
+        with pytest.raises(EngineError, match=f"refused the token for {route}"):
+            stranger.post(route)
+    with pytest.raises(EngineError, match="refused the token"):
+        WeightPublisher(served.process.url, "", transport="ipc", device=torch.device("cpu"))
+    with pytest.raises(EngineError, match="refused the token"):
+        stranger.get("/v1/models")
+
+
+@pytest.mark.parametrize("fault", ["missing", "recast", "reshaped", "unknown"])
+def test_bad_update_is_refused_before_anything_is_written(served, fault):
+    served.publish("ipc", FIRST, 20)
+    before, name = generate(served.client), "model.layers.1.self_attn.k_proj.weight"
+    weights = dict(SECOND)
+    if fault == "missing":
+        del weights[name]
+    elif fault == "recast":
+        weights[name] = weights[name].float()
+    elif fault == "reshaped":
+        weights[name] = weights[name][:-128]
+    else:
+        weights[f"{name}_scale"] = torch.ones(1)
+    with pytest.raises(EngineError, match=f"nothing was written.*{name}"):
+        served.publish("ipc", weights, 21)
+    assert served.versions() == [20]
+    assert generate(served.client) == before
+    assert_live(served, FIRST)
+
+
+def test_update_without_a_pause_is_refused(served):
+    served.publish("ipc", FIRST, 30)
+    with pytest.raises(EngineError, match=r"\(409\): Generation still runs"):
+        served.client.post("/start_weight_update")
+    with pytest.raises(EngineError, match=r"\(409\): mode=keep would finish requests under other weights"):
+        served.client.post("/pause?mode=keep")
+    generate(served.client)
+
+
+def test_a_pause_refuses_instead_of_queueing_for_ever(served):
+    served.publish("ipc", FIRST, 31)
+    before = generate(served.client)
+    served.client.post("/pause?mode=wait")
+    with pytest.raises(EngineError, match=r"\(503\): Generation refused: generation is paused"):
+        generate(served.client)
+    served.client.post("/resume")
+    assert generate(served.client) == before
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_trainer_killed_half_way_leaves_a_refusal_until_the_retry(served, transport):
+    served.publish(transport, FIRST, 40)
+    trainer = served.start_trainer(transport, 12, 41)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    (served.root / "hold").unlink()
+    with pytest.raises(EngineError, match=r"\(503\): Generation refused: .* halfway"):
+        generate(served.client)
+    assert served.versions() == [None]
+    with pytest.raises(EngineError, match=r"\(409\): Cannot resume: .*version 41 began and has not finished"):
+        served.client.post("/resume")
+    for version in (41, 42):
+        served.publish(transport, SECOND, version)
+        assert served.versions() == [version]
+        assert_live(served, SECOND)
+    generate(served.client)
+
+
+def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serving(served):
+    served.publish("disk", FIRST, 50)
+    before = generate(served.client)
+    trainer = served.start_trainer("disk", 12, 51)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    (served.root / "hold").unlink()
+    assert served.versions() == [50]
+    assert generate(served.client) == before
+    served.publish("disk", SECOND, 51)
+    assert_live(served, SECOND)
+
+
+def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):
+    from e2e_fp8.sync import channels
+
+    pack = channels.pack
+
+    def flipping_pack(bucket, tensors, buffer) -> None:
+        pack(bucket, tensors, buffer)
+        spec = next((s for s in bucket if s.name == "model.layers.1.mlp.experts.2.up_proj.weight"), None)
+        if spec is not None:
+            buffer[spec.offset + 777] ^= 1
+
+    monkeypatch.setattr(channels, "pack", flipping_pack)
+    with pytest.raises(Exception, match=r"1 parts .* model.layers.1.mlp.experts.2.up_proj.weight \(bytes differ\)"):
+        served.publish("ipc", FIRST, 60)
+    with pytest.raises(EngineError, match="the receipt of policy version 60 failed"):
+        served.client.post("/resume")
+    monkeypatch.undo()
+    served.publish("ipc", FIRST, 60)
+    assert_live(served, FIRST)
+
+
+def test_server_killed_half_way_is_one_sentence_and_a_restart_takes_the_version(served):
+    """Last in the file: it replaces the module's server by one that starts cold from the disk transport's newest folder."""
+    served.publish("disk", SECOND, 70)
+    expected = generate(served.client)
+    trainer = served.start_trainer("ipc", 12, 71)
+    os.killpg(served.process.pid, signal.SIGKILL)
+    (served.root / "hold").unlink()
+    _, told = trainer.communicate(timeout=120)
+    assert trainer.returncode == 2
+    assert told.startswith("EngineError: The rollout server http://127.0.0.1:")
+    assert len(told.splitlines()) == 1
+    served.process.close()
+    served.process = start_server(CFG, policy_folder(served.root / "sync", 70), served.root / "server", load_format="auto")
+    served.client = ServerClient(served.process.url, served.process.token, timeout_s=60)
+    assert served.versions() == [70]
+    assert generate(served.client) == expected
+    assert_live(served, SECOND)
+    served.publish("nccl", FIRST, 71)
+    assert_live(served, FIRST)

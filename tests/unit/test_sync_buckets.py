@@ -1,0 +1,88 @@
+"""Buckets and manifests: what is packed comes out byte for byte, and nothing malformed is accepted."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, pack, plan_update, views
+
+_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.uint8)
+
+
+@st.composite
+def tensor_sets(draw) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12))
+    tensors = []
+    for index, shape in enumerate(shapes):
+        dtype = draw(st.sampled_from(_DTYPES))
+        raw = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        tensors.append((f"t{index}", raw.view(dtype).view(shape)))
+    return tensors
+
+
+@given(tensor_sets(), st.integers(1, 4096))
+def test_every_byte_arrives_and_buckets_keep_their_size(tensors, max_bytes):
+    manifest = plan_update(tensors, policy_version=3, max_bytes=max_bytes)
+    received = {}
+    for bucket in manifest.buckets:
+        buffer = torch.full((manifest.capacity,), 0xAA, dtype=torch.uint8)
+        pack(bucket, dict(tensors), buffer)
+        for spec, view in zip(bucket, views(bucket, buffer), strict=True):
+            received[spec.name] = view.clone()
+        assert len(bucket) == 1 or bucket_bytes(bucket) <= max_bytes
+        assert all(spec.offset % ALIGNMENT == 0 for spec in bucket)
+    assert list(received) == [name for name, _ in tensors]
+    for name, tensor in tensors:
+        assert received[name].dtype == tensor.dtype
+        assert received[name].shape == tensor.shape
+        assert torch.equal(received[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert manifest.num_bytes == sum(t.numel() * t.element_size() for _, t in tensors)
+
+
+@given(tensor_sets())
+def test_manifest_survives_json_and_its_digest_tells_changes(tensors):
+    manifest = plan_update(tensors, policy_version=3, max_bytes=512)
+    assert UpdateManifest.from_json(manifest.to_json()) == manifest
+    assert plan_update(tensors, policy_version=4, max_bytes=512).digest != manifest.digest
+    renamed = [("other", tensors[0][1]), *tensors[1:]]
+    assert plan_update(renamed, policy_version=3, max_bytes=512).digest != manifest.digest
+
+
+def test_a_view_of_a_larger_tensor_is_packed_as_what_it_shows():
+    whole = torch.arange(64, dtype=torch.float32).view(8, 8)
+    manifest = plan_update([("part", whole[2:5, 1:3])], policy_version=0, max_bytes=1 << 20)
+    buffer = torch.zeros(manifest.capacity, dtype=torch.uint8)
+    pack(manifest.buckets[0], {"part": whole[2:5, 1:3]}, buffer)
+    assert torch.equal(views(manifest.buckets[0], buffer)[0], whole[2:5, 1:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "malformed"),
+        ('{"policy_version": 1}', "malformed"),
+        ('{"policy_version": 1, "buckets": [[["a", "int64", [2], 0]]]}', "malformed"),
+        ('{"policy_version": 1, "buckets": [[["a", "float32", [100], 0], ["b", "float32", [1], 256]]]}', "b has an impossible place"),
+        ('{"policy_version": 1, "buckets": [[["a", "float32", [1], 4]]]}', "a has an impossible place"),
+        ('{"policy_version": 1, "buckets": [[["a", "float32", [1], 0]], [["a", "float32", [1], 0]]]}', "a came twice"),
+        ('{"policy_version": 1, "buckets": [[["a", "float32", [-1, -2], 0]]]}', "a has an impossible place"),
+    ],
+)
+def test_malformed_manifests_are_refused(text, why):
+    with pytest.raises(EngineError, match=f"nothing was written: .*{why}"):
+        UpdateManifest.from_json(text)
+
+
+def test_a_dtype_that_is_no_weight_is_refused_by_name():
+    with pytest.raises(EngineError, match=r"nothing was written: steps is torch.int64"):
+        plan_update([("steps", torch.zeros(2, dtype=torch.int64))], policy_version=1, max_bytes=10)
+
+
+def test_manifest_is_plain_json():
+    manifest = plan_update([("w", torch.zeros(2, 3, dtype=torch.bfloat16))], policy_version=5, max_bytes=10)
+    assert json.loads(manifest.to_json()) == {"policy_version": 5, "buckets": [[["w", "bfloat16", [2, 3], 0]]]}
