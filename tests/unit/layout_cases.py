@@ -28,23 +28,23 @@ def divisors(*numbers: int, most: int = 4) -> list[int]:
 
 @st.composite
 def models(draw: st.DrawFn) -> dict[str, Any]:
-    """A config.json; widths are multiples of 32, mostly not of 128."""
+    """A config.json; widths are multiples of 32, often not of 128."""
     family = draw(st.sampled_from(FAMILIES))
-    groups, per_group = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 7]))
+    groups, per_group = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([4, 2, 1, 3, 7]))
     config: dict[str, Any] = {
         "model_type": family,
         "hidden_size": 128,
-        "num_hidden_layers": draw(st.sampled_from([1, 2, 4])),
+        "num_hidden_layers": draw(st.sampled_from([4, 2, 1])),
         "num_attention_heads": groups * per_group,
         "num_key_value_heads": groups,
-        "head_dim": draw(st.sampled_from([32, 64, 128, 192])),
-        "intermediate_size": 32 * draw(st.integers(1, 16)),
+        "head_dim": draw(st.sampled_from([128, 64, 32, 192])),
+        "intermediate_size": draw(st.sampled_from([512, 256, 384]) | st.integers(1, 16).map(lambda n: 32 * n)),
         "vocab_size": draw(st.integers(1, 150)),
         "tie_word_embeddings": family != "deepseek_v3" and draw(st.booleans()),
     }
     if family in ("qwen3_moe", "deepseek_v3"):
-        config |= {"moe_intermediate_size": 64 * draw(st.integers(1, 4))}
-        config["num_experts" if family == "qwen3_moe" else "n_routed_experts"] = draw(st.sampled_from([2, 4, 6]))
+        config |= {"moe_intermediate_size": draw(st.sampled_from([256, 128, 512, 64, 192]))}
+        config["num_experts" if family == "qwen3_moe" else "n_routed_experts"] = draw(st.sampled_from([4, 2, 6]))
     if family == "deepseek_v3":
         sizes = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
         config |= sizes | {"first_k_dense_replace": draw(st.integers(0, 1)), "n_shared_experts": draw(st.integers(1, 2))}
@@ -58,9 +58,10 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], Sizes]:
     heads, groups, layers = config["num_attention_heads"], config["num_key_value_heads"], config["num_hidden_layers"]
     experts, moe_width = num_experts(config), config.get("moe_intermediate_size", 0)
     widths = [config["intermediate_size"], *([moe_width * config.get("n_shared_experts", 1)] if experts else [])]
-    possible = [n for n in divisors(heads, *widths) if groups % n == 0 or n % groups == 0]
-    order = draw(st.sampled_from(["megatron", "engine"]))
     latent = config["model_type"] == "deepseek_v3"
+    ranks_of_latents = [config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]] if latent else []
+    possible = [n for n in divisors(heads, *widths, *ranks_of_latents) if groups % n == 0 or n % groups == 0]
+    order = draw(st.sampled_from(["megatron", "engine"]))
     if not latent and order == "engine":
         tensor = [n for n in possible if n <= groups]
     else:
