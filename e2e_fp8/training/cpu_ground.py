@@ -1,5 +1,6 @@
 """CPU ground: gloo, Megatron's local layer spec, block-FP8 linears of this package."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.patching import apply_all
+from e2e_fp8.training.ground import LinearWeight
 from e2e_fp8.training.weights import hf_modules_of
 from megatron_patches.cpu_device import megatron_on_cpu
 
@@ -46,15 +48,17 @@ class CpuGround:
         """Nothing beyond the common settings."""
         return {}
 
-    def layer_spec(self, cfg: Config) -> Any:
-        """Megatron's local spec with this package's linears, also inside experts, and PackedAttention."""
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
+        """Megatron's local spec with this package's linears, also inside experts, norms and PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.mlp import MLP, MLPSubmodules
         from megatron.core.transformer.moe.experts import SequentialMLP
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
         from e2e_fp8.training.attention import PackedAttention
         from e2e_fp8.training.fp8_linear import BlockFp8ColumnParallelLinear, BlockFp8RowParallelLinear
+        from e2e_fp8.training.norm import rms_norm
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
@@ -62,22 +66,23 @@ class CpuGround:
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
         attention.core_attention = PackedAttention
+        attention.q_layernorm = attention.k_layernorm = rms_norm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = rms_norm  # pyright: ignore[reportAttributeAccessIssue]
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
         if cfg.model.is_moe:
             spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
-        return spec
+        return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=rms_norm)  # pyright: ignore[reportArgumentType]
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
         """Enable FP8 in every planned linear; all linears of the layers must be of this package's classes."""
         from e2e_fp8.training.fp8_linear import BlockFp8Mixin, LinearRecipe
-        from e2e_fp8.training.ground import linear_weight_names
 
         recipe = LinearRecipe.from_plan(plan)
         self._linear_of.clear()
-        for name in linear_weight_names(model):
-            linear = model.get_submodule(name.removesuffix(".weight"))
+        for entry in linears:
+            name, linear = entry.name, entry.module
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if len(wanted) != 1:
                 raise ConfigError(
@@ -93,7 +98,7 @@ class CpuGround:
         if plan.training_fp8 and not self._linear_of:
             raise ConfigError("numerics.training_precision is fp8, but numerics.high_precision_modules leaves no linear in FP8.")
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Quantize every FP8 linear's BF16 weight."""
         for linear in self._linear_of.values():
             linear.refresh_quantized_weight()

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.training.ground import linear_weight_names
+from e2e_fp8.training.ground import LinearWeight
+from e2e_fp8.training.parallel import local_device_index
 from e2e_fp8.training.weights import hf_modules_of
 
 SCALE_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -29,6 +31,7 @@ class CudaGround:
         self.power_2_scale = cfg.numerics.scale_format == "pow2"
         self.amax_epsilon = cfg.numerics.amax_epsilon
         self.seed = cfg.run.seed
+        torch.cuda.set_device(local_device_index())
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def scope(self) -> AbstractContextManager[None]:
@@ -81,7 +84,7 @@ class CudaGround:
         """The optimizer must know that quantized parameters are blockwise."""
         return {"fp8_recipe": "blockwise"} if self.fp8 else {}
 
-    def layer_spec(self, cfg: Config) -> Any:
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
         """Megatron's Transformer Engine spec with PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -92,29 +95,28 @@ class CudaGround:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
         """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
-        for name in linear_weight_names(model):
+        for entry in linears:
+            name, parameter = entry.name, entry.parameter
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if wanted != {plan.training_fp8}:
                 raise ConfigError(
                     f"On the GPU either all linears of the layers are FP8 or none is, but numerics.high_precision_modules names {name}."
                 )
-            if self.is_fp8(model.get_parameter(name)) != plan.training_fp8:
-                raise ConfigError(
-                    f"{name} is a {type(model.get_parameter(name)).__name__}: it would not run in {self._precision_name(plan)}."
-                )
+            if self.is_fp8(parameter) != plan.training_fp8:
+                raise ConfigError(f"{name} is a {type(parameter).__name__}: it would not run in {self._precision_name(plan)}.")
         if plan.training_fp8:
-            self._check_quantizers(model)
+            self._check_quantizers(linears)
 
     @staticmethod
     def _precision_name(plan: QuantizationPlan) -> str:
         return "block FP8" if plan.training_fp8 else "BF16"
 
-    def _check_quantizers(self, model: torch.nn.Module) -> None:
+    def _check_quantizers(self, linears: Sequence[LinearWeight]) -> None:
         seen = 0
-        for name, module in model.named_modules():
-            groups = getattr(module, "quantizers", None)
+        for entry in linears:
+            name, groups = entry.name, getattr(entry.module, "quantizers", None)
             for quantizer in [q for group in groups.values() for q in group] if isinstance(groups, dict) else []:
                 if quantizer is None:
                     continue
@@ -128,7 +130,7 @@ class CudaGround:
         if not seen:
             raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Nothing: the parameters are the bytes."""
 
     def is_fp8(self, parameter: torch.Tensor) -> bool:

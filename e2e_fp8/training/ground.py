@@ -1,13 +1,24 @@
 """What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearWeight:
+    """Weight of one linear of a layer on this rank."""
+
+    name: str
+    """Megatron's parameter name with the layer and expert numbers of the whole model."""
+    parameter: torch.nn.Parameter
+    module: torch.nn.Module
 
 
 class Ground(Protocol):
@@ -38,11 +49,14 @@ class Ground(Protocol):
         """Fields of OptimizerConfig that only this ground sets."""
         ...
 
-    def layer_spec(self, cfg: Config) -> Any:
-        """Megatron layer spec with this ground's linears and PackedAttention."""
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
+        """Megatron layer or block spec with this ground's linears, norms and PackedAttention.
+
+        ``config`` is the TransformerConfig, ``chunk`` the index among the rank's pipeline chunks (None without virtual pipelining).
+        """
         ...
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
         """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
 
         Raises:
@@ -50,7 +64,7 @@ class Ground(Protocol):
         """
         ...
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Bring whatever is derived from the weights up to date."""
         ...
 
@@ -64,10 +78,3 @@ class Ground(Protocol):
 
     def rng_state(self) -> dict[str, torch.Tensor]: ...
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
-
-
-def linear_weight_names(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the weights of all linears inside layers that a plan may put in FP8 (not router, embedding or head)."""
-    for name, _ in model.named_parameters():
-        if ".linear_" in name and not name.endswith(("layer_norm_weight", "bias")):
-            yield name
