@@ -1,5 +1,9 @@
 """Errors a user can act on. The CLI prints the message alone and exits with 2; anything else is a bug and keeps its traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(Exception):
     """One clear sentence or two: what, where, why, what to do."""
@@ -23,3 +27,19 @@ class EngineError(UserError):
 
 class ByteMismatchError(UserError):
     """The receipt failed: names the tensors whose bytes differ between trainer and engine."""
+
+
+class StorageError(UserError):
+    """A file of the run cannot be written: disk full, quota, permissions."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into a StorageError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(
+            f"Cannot write {path}: {reason}. Free space or choose another run.out_dir, then continue with --resume."
+        ) from error

@@ -23,7 +23,20 @@ _TOP = {
     "output_layer.weight": "lm_head.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+
+
+def neutral_name(megatron_name: str) -> str:
+    """The local spec's name of a parameter of either ground, so that a checkpoint of one ground can be read on the other."""
+    for fused, local in _FUSED_NORMS.items():
+        if megatron_name.endswith(fused):
+            return megatron_name.removesuffix(fused) + local
+    return _GROUPED.sub(r"mlp.experts.local_experts.\2.linear_fc\1.weight", megatron_name)
 
 
 def hf_sources(megatron_name: str) -> list[str]:

@@ -204,9 +204,10 @@ def _export(args: argparse.Namespace) -> int:
     run_dir = _run_folder(args.run_dir)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise CheckpointError(f"--out {args.out} already exists and is not an empty folder: choose another, nothing is overwritten.")
-    from e2e_fp8.orchestration.environment import prepare
+    from e2e_fp8.orchestration.environment import on_any_ground, prepare
 
-    prepare(_load(run_dir / "config.yaml", []))
+    # the environment is set before anything imports Megatron-Core
+    prepare(on_any_ground(_load(run_dir / "config.yaml", [])))
     from e2e_fp8.orchestration.export_command import export
 
     print(export(run_dir, args.out, args.precision))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from e2e_fp8.errors import UserError
+from e2e_fp8.errors import UserError, writing
 from e2e_fp8.observability.names import check_names
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class JsonlSink:
         check_names(record)
         line = {"step": step} | {name: _finite(value) for name, value in record.items()}
         line["step"] = step
-        with open(self.path, "a") as file:
+        with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:

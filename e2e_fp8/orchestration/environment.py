@@ -34,6 +34,11 @@ def resolve_backend(cfg: Config) -> Config:
     return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": chosen})})
 
 
+def on_any_ground(cfg: Config) -> Config:
+    """``cfg`` with the ground of its run forgotten: the bytes of a checkpoint are the same on both."""
+    return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": "auto"})})
+
+
 def prepare(cfg: Config) -> Config:
     """Resolve the ground and set the environment; call before any module that imports Megatron-Core, Transformer Engine or vLLM."""
     cfg = resolve_backend(cfg)

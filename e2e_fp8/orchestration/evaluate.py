@@ -42,9 +42,8 @@ def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) 
         session = open_session(cfg, Path(scratch) / "model")
         try:
             if run_dir is not None:
-                session.trainer.load_state_dict(
-                    CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints).load_latest()["trainer"]
-                )
+                store = CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
+                session.trainer.load_state_dict(store.load_latest()["trainer"], weights_only=True)
             session.sync()
             scored = held_out_samples(session, samples_per_prompt)
         finally:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import CheckpointError, ConfigError, UserError
+from e2e_fp8.errors import CheckpointError, ConfigError, StorageError, UserError
 from e2e_fp8.observability.metrics import truncate_jsonl
 from e2e_fp8.observability.progress import Progress, print_summary
 from e2e_fp8.observability.report import write_report
@@ -80,6 +80,8 @@ class Run:
         self.sink = open_sink(self.cfg, self.folder.root, self.global_step)
         self.progress = Progress(warm_steps=self.warm_steps, rl_steps=self.cfg.run.steps)
         self.stop = StopFlag()
+        self.checkpoint_seconds: float | None = None
+        """Duration of a checkpoint not yet logged: it is written after its step's record, so the next record carries it."""
         self.boundary_version = self.session.trainer.policy_version
         """Policy version at the last step boundary; a failure later in a step is saved only if the weights are still those."""
 
@@ -107,6 +109,7 @@ class Run:
             ("task", old.task, self.cfg.task),
             ("training.warm_start", old.training.warm_start, self.cfg.training.warm_start),
             ("run.seed", old.run.seed, self.cfg.run.seed),
+            ("run.backend", old.run.backend, self.cfg.run.backend),
         ):
             if before != now:
                 raise ConfigError(f"{field} differs from {self.folder.root}/config.yaml; restore it to resume, or choose another run.name.")
@@ -126,6 +129,7 @@ class Run:
         """Write the state after the current step, once."""
         if self.global_step in self.store.steps():
             return
+        started = time.perf_counter()
         state: dict[str, Any] = {
             "trainer": self.session.trainer.state_dict(),
             "global_step": self.global_step,
@@ -134,6 +138,7 @@ class Run:
         if self.session.reference is not None:
             state["reference"] = self.session.reference.state_dict()
         self.store.save(self.global_step, state)
+        self.checkpoint_seconds = time.perf_counter() - started
 
     def stop_if_asked(self) -> None:
         """Between steps: honour Ctrl-C with a checkpoint."""
@@ -171,6 +176,9 @@ class Run:
         last = step + 1 == self.cfg.run.steps
         evaluated = self._due(self.cfg.run.eval_interval, step, last)
         outcome = run_step(self.session, step, timer, census=evaluated)
+        if self.checkpoint_seconds is not None:
+            outcome.record["time/checkpoint"] = self.checkpoint_seconds
+            self.checkpoint_seconds = None
         self._record_sync(outcome.sync, self.global_step + 1)
         if evaluated:
             self._evaluate(outcome, timer)
@@ -208,7 +216,8 @@ class Run:
 
     def save_after(self, error: UserError) -> None:
         """Keep the steps done so far when one fails before it changed the weights."""
-        if self.session.trainer.policy_version == self.boundary_version and not isinstance(error, CheckpointError) and self.global_step:
+        same_weights = self.session.trainer.policy_version == self.boundary_version
+        if same_weights and self.global_step and not isinstance(error, CheckpointError | StorageError):
             self.checkpoint()
 
     def report(self) -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from e2e_fp8.config.load import load_config
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import ConfigError
+from e2e_fp8.errors import ConfigError, writing
 
 
 class RunFolder:
@@ -23,16 +23,18 @@ class RunFolder:
             raise ConfigError(f"run.name: {self.root} already holds a run; add --resume to continue it, or choose another run.name.")
         if cfg.run.resume and not occupied:
             raise ConfigError(f"run.resume: {self.root} holds no run, so there is nothing to resume; drop --resume to start this run.")
-        self.root.mkdir(parents=True, exist_ok=True)
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
 
     def write_inputs(self, cfg: Config, environment: dict[str, str]) -> None:
         """Record what the run was started with."""
-        (self.root / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-        (self.root / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        with writing(self.root):
+            (self.root / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+            (self.root / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Append one JSON line to ``name``."""
-        with open(self.root / name, "a") as file:
+        with writing(self.root / name), open(self.root / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 

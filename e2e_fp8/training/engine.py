@@ -212,8 +212,10 @@ class MegatronEngine:
             rng = {name: value.cpu().clone() for name, value in self.ground.rng_state().items()}
         return {**state, "rng": rng, "policy_version": self.policy_version}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
         """Inverse of ``state_dict``.
+
+        With ``weights_only``, Adam's state and the generators stay as they are, and the state may come from the other ground.
 
         Raises:
             CheckpointError: an entry is missing or belongs to another model.
@@ -222,7 +224,10 @@ class MegatronEngine:
         if missing:
             raise CheckpointError(f"The trainer state lacks {sorted(missing)}. Use another checkpoint.")
         with self.ground.scope(), torch.no_grad():
-            optimizer_state.import_state(self._optimizer, self.model, state)
+            if weights_only:
+                optimizer_state.import_masters(self.model, state)
+            else:
+                optimizer_state.import_state(self._optimizer, self.model, state)
+                self.ground.set_rng_state(state["rng"])
             self._sync_parameters()
-            self.ground.set_rng_state(state["rng"])
         self.policy_version = int(state["policy_version"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import CheckpointError
+from e2e_fp8.megatron_names import neutral_name
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
@@ -53,14 +54,17 @@ def sync_parameters(optimizer: Any, ddp: Any) -> None:
 
 
 def export_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one."""
+    """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one.
+
+    Parameters go by the local spec's names on both grounds.
+    """
     inner_of = _inner_optimizers(optimizer)
     parameters: dict[str, dict[str, torch.Tensor]] = {}
     for name, _, master in named_masters(model):
         kept = inner_of[id(master)].state.get(master, {})
         entry = {"master": master}
         entry.update({key: value for key, value in kept.items() if torch.is_tensor(value)})
-        parameters[name] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
+        parameters[neutral_name(name)] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
     return {"parameters": parameters, "group_steps": _group_steps(optimizer)}
 
 
@@ -79,6 +83,17 @@ def _group_steps(optimizer: Any) -> list[int]:
     return [int(group.get("step", -1)) for group in _groups(optimizer)]
 
 
+def import_masters(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """The FP32 masters of ``export_state`` alone, also from the other ground; the model parameters follow with ``sync_parameters``.
+
+    Raises:
+        CheckpointError: the state belongs to another model.
+    """
+    masters: dict[str, torch.Tensor] = {name: entry["master"] for name, entry in state["parameters"].items()}
+    own: dict[str, str] = {neutral_name(name): name for name, _, _ in named_masters(model)}
+    write_masters(model, {own.get(name, name): master for name, master in masters.items()})
+
+
 def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Inverse of ``export_state``; the model parameters follow with ``sync_parameters``.
 
@@ -88,10 +103,10 @@ def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) 
     groups, steps = _groups(optimizer), state["group_steps"]
     if len(groups) != len(steps):
         raise CheckpointError(f"The checkpoint has {len(steps)} optimizer groups, the trainer {len(groups)}.")
-    write_masters(model, {name: entry["master"] for name, entry in state["parameters"].items()})
+    import_masters(model, state)
     inner_of = _inner_optimizers(optimizer)
     for name, _, master in named_masters(model):
-        entry = {key: value for key, value in state["parameters"][name].items() if key != "master"}
+        entry = {key: value for key, value in state["parameters"][neutral_name(name)].items() if key != "master"}
         inner = inner_of[id(master)]
         if not entry:
             inner.state.pop(master, None)

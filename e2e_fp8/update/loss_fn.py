@@ -14,7 +14,7 @@ def make_loss_fn(objective: ObjectiveConfig, correction: CorrectionConfig) -> Lo
     """GRPO with the configured correction: ``sum_t(w_t L_t + kl_coef k3_t - entropy_coef H_t)`` over the trained tokens.
 
     The importance weight multiplies the policy loss alone, as in verl. Metric sums, to be divided by the token count: ``loss``,
-    ``clip_fraction/{low,high}``, ``ratio/mean``, ``entropy``, and ``kl_ref`` when ``kl_coef`` is not 0.
+    ``clip_fraction/{low,high}``, ``ratio/mean``, and ``kl_ref`` when ``kl_coef`` is not 0.
 
     Raises, when called:
         ValueError: ``kl_coef`` is not 0 and the batch has no ``ref_log_probs``.
@@ -30,10 +30,8 @@ def make_loss_fn(objective: ObjectiveConfig, correction: CorrectionConfig) -> Lo
             weights = token_truncated_weights(batch.old_log_probs, batch.rollout_log_probs, mask, correction.rollout_is_threshold)
             loss = loss * weights.weights
         total = token_sum(loss, mask)
-        entropy = token_sum(stats.entropy, mask)
-        metrics["entropy"] = entropy.detach()
         if objective.entropy_coef:
-            total = total - objective.entropy_coef * entropy
+            total = total - objective.entropy_coef * token_sum(stats.entropy, mask)
         if objective.kl_coef:
             if batch.ref_log_probs is None:
                 raise ValueError("objective.kl_coef is set but the batch has no ref_log_probs")

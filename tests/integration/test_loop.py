@@ -58,17 +58,19 @@ def straight(tmp_path_factory) -> Path:
     return out / "straight"
 
 
-def interrupt_after(words: list[str], metrics: Path, lines: int) -> int:
-    """Start a run, send SIGINT once ``metrics`` holds ``lines`` records; returns the exit code."""
+def interrupt_after(words: list[str], metrics: Path, lines: int, signals: int = 1) -> tuple[int, str]:
+    """Start a run, send SIGINT ``signals`` times once ``metrics`` holds ``lines`` records; returns exit code and stderr."""
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
-            process.send_signal(signal.SIGINT)
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
             break
         time.sleep(0.02)
-    process.communicate(timeout=120)
-    return process.returncode
+    _, stderr = process.communicate(timeout=120)
+    return process.returncode, stderr
 
 
 def test_records_receipts_and_report(straight):
@@ -88,7 +90,7 @@ def test_records_receipts_and_report(straight):
 
 def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path):
     words = train_command(tmp_path, "halves", "run.steps=4", "run.checkpoint_interval=4")
-    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=4) == 130
+    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=4)[0] == 130
     halves = tmp_path / "halves"
     stopped_at = CheckpointStore(halves / "checkpoints", keep=2).latest()
     assert stopped_at is not None
@@ -103,6 +105,24 @@ def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path
             k: v for k, v in b.items() if not any(t in k for t in timing)
         }
     assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
+
+
+def test_second_interrupt_stops_at_once_and_keeps_the_last_checkpoint(tmp_path):
+    words = train_command(tmp_path, "twice", "run.steps=50", "run.checkpoint_interval=1", "training.minibatches_per_step=1")
+    code, stderr = interrupt_after(words, tmp_path / "twice" / "metrics.jsonl", lines=4, signals=2)
+    assert code == 130
+    assert "Traceback" not in stderr
+    assert "--resume" in stderr
+    store = CheckpointStore(tmp_path / "twice" / "checkpoints", keep=2)
+    assert 3 <= store.load_latest()["global_step"] < 12
+
+
+def test_prompt_too_long_is_one_sentence_before_anything_starts(tmp_path):
+    done = run(train_command(tmp_path, "long", "rollout.max_model_len=12"))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "more than the 4 that rollout.max_model_len leaves" in done.stderr
+    assert not (tmp_path / "long" / "config.yaml").exists()
 
 
 def assert_same_state(a, b, where: str) -> None:

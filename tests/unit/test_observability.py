@@ -17,7 +17,7 @@ from rich.console import Console
 from synthetic_run import write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from e2e_fp8.errors import UserError
+from e2e_fp8.errors import StorageError, UserError
 from e2e_fp8.observability.history import load_history
 from e2e_fp8.observability.metrics import JsonlSink, MultiSink, TensorBoardSink, WandbSink, truncate_jsonl
 from e2e_fp8.observability.names import METRICS, PHASES, check_names
@@ -269,3 +269,16 @@ def test_summary_shows_the_figures(tmp_path):
     assert "31 passed, 0 failed" in text
     assert str(run / "report.html")[:40] in text
     assert len(text.splitlines()) < 40
+
+
+def test_full_disk_while_a_record_is_appended_is_one_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"Cannot write .*metrics\.jsonl: No space left on device\..*--resume"):
+        _sink_at(tmp_path / "metrics.jsonl").log(1, RECORD)
+
+
+def _sink_at(path):
+    """A sink on a device file, which the truncation at construction would replace."""
+    sink = JsonlSink(path.with_name("other.jsonl"))
+    sink.path = path
+    return sink

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from training_cases import fresh_generator, random_batch, small_config
 
 from e2e_fp8.errors import CheckpointError
-from e2e_fp8.megatron_names import hf_sources
+from e2e_fp8.megatron_names import hf_sources, neutral_name
 from e2e_fp8.training.attention import sdpa_packed
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.head import Fp32LogitsFunction
@@ -217,3 +217,18 @@ def test_head_gives_fp32_logits_of_bf16_operands():
     logits.backward(grad)
     torch.testing.assert_close(x.grad.double(), grad.double() @ w.detach().double(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(w.grad.double(), grad.double().t() @ x.detach().double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("grouped", "local"),
+    [
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight12", "decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight"),
+        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.input_layernorm.weight"),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.0.pre_mlp_layernorm.weight"),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.weight"),
+    ],
+)
+def test_neutral_names_join_the_grounds_and_keep_the_hf_source(grouped, local):
+    assert neutral_name(grouped) == local
+    assert neutral_name(local) == local
+    assert hf_sources(grouped) == hf_sources(local)
