@@ -130,3 +130,10 @@ def data_group(parameter: torch.Tensor) -> Any:
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
+
+
+def tensor_group() -> Any:
+    """Process group that divides rows and columns, and the vocabulary."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.megatron_names import hf_sources
+from e2e_fp8.rank_grid import RankGrid
 
 
 def hf_modules_of(megatron_linear: str) -> list[str]:
@@ -21,14 +22,17 @@ def hf_modules_of(megatron_linear: str) -> list[str]:
 
 
 def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cfg: ModelConfig) -> torch.Tensor:
-    """Megatron's rows: for each key/value group its query heads, then its key head, then its value head; ``[(N + 2 G) D, H]``."""
-    groups, width = cfg.num_key_value_heads, cfg.head_dim
-    parts = [t.view(groups, -1, width, t.size(1)) for t in (q, k, v)]
+    """Megatron's rows: for each key/value group its query heads, then its key head, then its value head.
+
+    All groups ``[(N + 2 G) D, H]``, or a tensor rank's share of them.
+    """
+    width = cfg.head_dim
+    parts = [t.reshape(k.size(0) // width, -1, width, t.size(1)) for t in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, q.size(1))
 
 
 def fuse(megatron_name: str, parts: list[torch.Tensor], cfg: ModelConfig) -> torch.Tensor:
-    """One Megatron parameter from its HF parts, in the order of ``hf_sources``."""
+    """One Megatron parameter (or a rank's share) from its HF parts (or shares of them), in the order of ``hf_sources``."""
     if megatron_name.endswith("linear_qkv.weight"):
         q, k, v = parts
         return fuse_qkv(q, k, v, cfg)
@@ -74,8 +78,8 @@ def initial_hf_weights(cfg: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(megatron_name, FP32 tensor)`` for each trainer parameter name.
+def check_weights(tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> None:
+    """Refuse a set of HF-named weights that is not exactly the model's.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or is not used by the model.
@@ -93,8 +97,20 @@ def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: Mo
             raise CheckpointError(f"Tensor {name} has shape {tuple(given[name].shape)}, but the model section asks for {shape}.")
         if given[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"Tensor {name} has dtype {given[name].dtype}; weights are read as float32, bfloat16 or float16.")
-    for name in names:
-        yield name, fuse(name, [given[source].float() for source in hf_sources(name)], cfg)
+
+
+def local_weight(megatron_name: str, tensors: Mapping[str, torch.Tensor], cfg: ModelConfig, grid: RankGrid, rank: int) -> torch.Tensor:
+    """FP32 share of ``rank`` of one trainer parameter, cut from checked HF weights.
+
+    Args:
+        megatron_name: with the layer and expert numbers of the whole model.
+    """
+    sources = hf_sources(megatron_name)
+    if cfg.tie_word_embeddings and sources == ["lm_head.weight"]:
+        # The last pipeline stage keeps its own copy of a tied embedding.
+        sources = ["model.embed_tokens.weight"]
+    shares = [tensors[name][grid.rectangle(name, tuple(tensors[name].shape), rank)].float() for name in sources]
+    return fuse(megatron_name, shares, cfg)
 
 
 def import_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
