@@ -31,10 +31,13 @@ class CpuGround:
         return megatron_on_cpu()
 
     def prepare(self) -> None:
-        """Apply the registered Megatron patches."""
+        """Apply the registered Megatron patches; nothing is drawn during training, so Megatron's forks of CUDA generators do nothing."""
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
         from megatron_patches.registry import CPU_PATCHES
 
         apply_all(CPU_PATCHES)
+        initialize_rng_tracker(inference_rng_tracker=True)
 
     def transformer_kwargs(self, cfg: Config) -> dict[str, Any]:
         """No fused kernels; FP8 is done by the linears, never by ``fp8=``, which Megatron ignores without Transformer Engine."""
