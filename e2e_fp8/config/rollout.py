@@ -17,8 +17,15 @@ class RolloutConfig(Section):
     max_model_len: int = Field(default=256, ge=8, description="Window of the engine: prompt and response together, in tokens.")
     stop: tuple[str, ...] = Field(default=(), description="Extra stop strings besides the end-of-sequence token.")
     capture_routed_experts: bool = Field(default=True, description="Return each token's expert choices (MoE only).")
-    gpu_memory_utilization: float = Field(default=0.35, gt=0, lt=1, description="Share of device memory for the engine (GPU).")
-    kv_cache_gib: int = Field(default=1, ge=1, description="KV cache size in GiB (CPU).")
+    gpu_memory_utilization: float = Field(
+        default=0.35, gt=0, lt=1, description="Share of device memory for the engine (GPU); not used when kv_cache_gib is set."
+    )
+    kv_cache_gib: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV cache size in GiB. None: 1 on the CPU, what gpu_memory_utilization leaves on a GPU. Set it where others use the "
+        "same GPU, since vLLM's measurement of free memory fails when theirs changes.",
+    )
     max_num_seqs: int = Field(default=128, ge=1, description="Sequences decoded together.")
     enforce_eager: bool = Field(default=True, description="Run without CUDA graphs and compilation.")
     moe_backend: Literal["deep_gemm", "triton"] = Field(default="deep_gemm", description="vLLM's FP8 MoE kernels on the GPU.")

@@ -53,6 +53,9 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
     }
     if device == "cuda":
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if rollout.kv_cache_gib is not None:
+            # vLLM still asks for its share to be free at the start
+            args |= {"kv_cache_memory_bytes": rollout.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
         if is_moe and fp8:
             args["moe_backend"] = rollout.moe_backend
     return args

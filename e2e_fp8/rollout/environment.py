@@ -27,7 +27,7 @@ def rollout_environment(cfg: Config, *, device: str) -> dict[str, str]:
     if device == "cpu":
         return common | {
             "TORCH_COMPILE_DISABLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(cfg.rollout.kv_cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": str(cfg.rollout.kv_cache_gib or 1),
             "VLLM_CPU_SGL_KERNEL": "0",
         }
     return common | {

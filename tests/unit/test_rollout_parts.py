@@ -127,6 +127,9 @@ def test_engine_args_follow_the_config(tmp_path):
     assert cpu["enable_return_routed_experts"]
     assert "moe_backend" not in cpu
     assert engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)["moe_backend"] == "triton"
+    sized = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"kv_cache_gib": 3})})
+    assert engine_args(sized, tmp_path, device="cuda", is_moe=True, fp8=True)["kv_cache_memory_bytes"] == 3 << 30
+    assert "kv_cache_memory_bytes" not in engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)
     assert not engine_args(cfg, tmp_path, device="cpu", is_moe=False, fp8=True)["enable_return_routed_experts"]
 
 
