@@ -25,6 +25,10 @@ class EngineError(UserError):
     """The rollout engine died, hangs, or refuses what was asked."""
 
 
+class LayoutError(UserError):
+    """The bytes of one side cannot be laid out, or cannot pass, as the other side needs them."""
+
+
 class ByteMismatchError(UserError):
     """The receipt failed: names the tensors whose bytes differ between trainer and engine."""
 

@@ -1,7 +1,7 @@
-"""Where each rank of a Megatron job stands, and which rectangle of each Hugging Face tensor it holds. Pure arithmetic, no torch.
+"""Sizes of one Megatron job and where each of its ranks stands. Pure arithmetic, no torch.
 
-Megatron numbers ranks with the tensor index fastest, then data, then pipeline. Experts divide the same ranks anew: expert
-tensor, expert, expert data, pipeline. Data index 0 (for experts: expert data index 0) is called the owner of a shard.
+Which rows and columns a rank holds is the layout's business; here are the data-parallel coordinates and the checks that name
+configuration fields.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout.parallel import MegatronParallel
 
-ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-"""Modules whose rows (out features) are divided over tensor ranks."""
-COLUMN_SPLIT = ("o_proj", "down_proj")
-"""Modules whose columns (in features) are divided over tensor ranks."""
+_ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_COLUMN_SPLIT = ("o_proj", "down_proj")
 
 
 class ParallelSizes(Protocol):
@@ -40,7 +39,6 @@ class Place:
     pipeline: int
     expert: int
     expert_tensor: int
-    expert_data: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,74 +78,33 @@ class RankGrid:
         return self.world // (self.tensor * self.pipeline)
 
     @property
-    def expert_data(self) -> int:
-        """Data-parallel size of each expert."""
-        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+    def layout(self) -> MegatronParallel:
+        """The same sizes for the layout algebra."""
+        return MegatronParallel(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline if self.virtual_pipeline > 1 else None,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            data=self.data,
+        )
 
     def place(self, rank: int) -> Place:
         """Coordinates of ``rank``."""
-        outer, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(outer, self.data)
-        outer, expert_tensor = divmod(rank, self.expert_tensor)
-        outer, expert = divmod(outer, self.expert)
+        found = self.layout.coordinates(rank)
         return Place(
-            tensor=tensor,
-            data=data,
-            pipeline=pipeline,
-            expert=expert,
-            expert_tensor=expert_tensor,
-            expert_data=outer % self.expert_data,
+            tensor=found.tensor,
+            data=rank // self.tensor % self.data,
+            pipeline=found.pipeline,
+            expert=found.expert,
+            expert_tensor=found.expert_tensor,
         )
 
-    def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Pipeline index that holds ``layer`` (from 0): chunks of layers go round the stages ``virtual_pipeline`` times."""
-        return layer // (num_layers // (self.pipeline * self.virtual_pipeline)) % self.pipeline
-
-    def owners(self, hf_name: str, num_layers: int, num_experts: int) -> list[int]:
-        """Ranks that together hold the tensor ``hf_name`` (or its ``_scale_inv``) exactly once, in the order of its slices."""
-        stage = self._stage(hf_name, num_layers)
-        expert = expert_index(hf_name)
-        if expert is not None:
-            group = expert // (num_experts // self.expert)
-            first = (stage * self.expert_data * self.expert + group) * self.expert_tensor
-            return [first + index for index in range(self.expert_tensor)]
-        first = stage * self.data * self.tensor
-        return [first + index for index in range(self.tensor if split_axis(hf_name) is not None else 1)]
-
-    def _stage(self, hf_name: str, num_layers: int) -> int:
-        words = hf_name.split(".")
-        if words[1] == "layers":
-            return self.stage_of_layer(int(words[2]), num_layers)
-        return 0 if words[1] == "embed_tokens" else self.pipeline - 1
-
-    def rectangle(self, hf_name: str, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-        """Slices of the tensor ``hf_name`` of ``shape`` that ``rank`` holds, if it holds any of it."""
-        axis, place = split_axis(hf_name), self.place(rank)
-        whole = [slice(0, size) for size in shape]
-        if axis is not None:
-            routed = expert_index(hf_name) is not None
-            index, count = (place.expert_tensor, self.expert_tensor) if routed else (place.tensor, self.tensor)
-            width = shape[axis] // count
-            whole[axis] = slice(index * width, (index + 1) * width)
-        return tuple(whole)
-
-
-def _module(hf_name: str) -> str:
-    return hf_name.rpartition(".")[0].rpartition(".")[2]
-
-
-def split_axis(hf_name: str) -> int | None:
-    """0 or 1, the axis of a Hugging Face weight (or ``weight_scale_inv``) that tensor ranks divide; None if each holds all of it."""
-    module = _module(hf_name)
-    if module in ROW_SPLIT:
-        return 0
-    return 1 if module in COLUMN_SPLIT else None
-
-
-def expert_index(hf_name: str) -> int | None:
-    """Number of the expert that a Hugging Face tensor belongs to, or None."""
-    _, found, rest = hf_name.partition(".experts.")
-    return int(rest.partition(".")[0]) if found else None
+    def linear_share(self, hf_module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """Rows and columns of one rank's share of a linear module of a layer."""
+        count = self.expert_tensor if ".experts." in hf_module else self.tensor
+        leaf = hf_module.rpartition(".")[2]
+        return out_features // (count if leaf in _ROW_SPLIT else 1), in_features // (count if leaf in _COLUMN_SPLIT else 1)
 
 
 def divided_sizes(sizes: ParallelSizes, model: "ModelSizes") -> Iterator[tuple[str, int, str, int]]:

@@ -12,13 +12,13 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout.tiles import TILE as BLOCK
 from e2e_fp8.rank_grid import divided_sizes
 
 if TYPE_CHECKING:
     from e2e_fp8.config.model import ModelConfig
     from e2e_fp8.config.root import Config
 
-BLOCK = 128
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CALLABLE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 
@@ -50,7 +50,9 @@ def _check_parallel(cfg: "Config") -> None:
         )
     for name in ("expert", "expert_tensor"):
         if getattr(parallel, name) > 1 and not model.is_moe:
-            raise ConfigError(f"training.parallel.{name} is {getattr(parallel, name)}, but {model.architecture} has no experts: set it to 1.")
+            raise ConfigError(
+                f"training.parallel.{name} is {getattr(parallel, name)}, but {model.architecture} has no experts: set it to 1."
+            )
     for field, value, divisor_field, divisor in divided_sizes(parallel, model):
         if value % divisor:
             raise ConfigError(

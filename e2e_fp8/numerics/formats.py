@@ -1,11 +1,10 @@
-"""FP8 formats and the block edge. The only place that writes 448, 57344 and 128."""
+"""FP8 formats. The only place that writes 448 and 57344."""
 
 from dataclasses import dataclass
 
 import torch
 
-TILE = 128
-"""Edge of a quantization block, in elements."""
+from e2e_fp8.layout.tiles import TILE as TILE
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class QuantizationPlan:
         """
         found = []
         for name, *shape in hf_linear_modules(model):
-            out_features, in_features = (s.stop for s in (grid or RankGrid()).rectangle(f"{name}.weight", tuple(shape), 0))
+            out_features, in_features = (grid or RankGrid()).linear_share(name, *shape)
             reason = self._misalignment(name, out_features, in_features, model.head_dim) if self.is_fp8(name) else None
             if reason:
                 share = "" if [out_features, in_features] == shape else f", each rank's share of {shape}"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,7 +11,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.patching import apply_all
-from e2e_fp8.training.ground import LinearWeight
+from e2e_fp8.training.parallel import Parameter
 from e2e_fp8.training.weights import hf_modules_of
 from megatron_patches.cpu_device import megatron_on_cpu
 
@@ -21,6 +21,7 @@ class CpuGround:
 
     device = torch.device("cpu")
     process_group_backend = "gloo"
+    spec: Literal["te", "local"] = "local"
     token_multiple = 1
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class CpuGround:
             spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
         return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=rms_norm)  # pyright: ignore[reportArgumentType]
 
-    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Enable FP8 in every planned linear; all linears of the layers must be of this package's classes."""
         from e2e_fp8.training.fp8_linear import BlockFp8Mixin, LinearRecipe
 

@@ -5,15 +5,14 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.training.ground import LinearWeight
-from e2e_fp8.training.parallel import local_device_index
+from e2e_fp8.training.parallel import Parameter, local_device_index
 from e2e_fp8.training.weights import hf_modules_of
 
 SCALE_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -24,6 +23,7 @@ class CudaGround:
     """Trains on one Hopper GPU; the FP8 bytes are the primary weights."""
 
     process_group_backend = "cpu:gloo,cuda:nccl"
+    spec: Literal["te", "local"] = "te"
     token_multiple = 128
 
     def __init__(self, cfg: Config) -> None:
@@ -95,10 +95,10 @@ class CudaGround:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
-    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
         for entry in linears:
-            name, parameter = entry.name, entry.parameter
+            name, parameter = entry.name, entry.weight
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if wanted != {plan.training_fp8}:
                 raise ConfigError(
@@ -113,7 +113,7 @@ class CudaGround:
     def _precision_name(plan: QuantizationPlan) -> str:
         return "block FP8" if plan.training_fp8 else "BF16"
 
-    def _check_quantizers(self, linears: Sequence[LinearWeight]) -> None:
+    def _check_quantizers(self, linears: Sequence[Parameter]) -> None:
         seen = 0
         for entry in linears:
             name, groups = entry.name, getattr(entry.module, "quantizers", None)

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError
+from e2e_fp8.layout import ShardedParameter, megatron_shards
+from e2e_fp8.megatron_names import QKV_ORDER
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.protocols import LossFn
 from e2e_fp8.rank_grid import RankGrid
@@ -18,7 +21,7 @@ from e2e_fp8.training.log_probs import token_stats_from_logits
 from e2e_fp8.training.microbatches import all_ranks, broadcast_record, even_out, sum_over
 from e2e_fp8.training.model import build_model, build_optimizer, check_supported, uses_sequence_parallel
 from e2e_fp8.training.packing import packed_layout, pad_packed, to_device
-from e2e_fp8.training.parallel import data_group, initialize_parallel_state, linear_weights, named_parameters, tensor_group, world_size
+from e2e_fp8.training.parallel import initialize_parallel_state, rank_parameters, tensor_group, world_size
 from e2e_fp8.training.weights import check_weights, import_safetensors, initial_hf_weights, local_weight
 from e2e_fp8.types import PackedBatch, StepReport, TokenStats
 
@@ -66,10 +69,10 @@ class MegatronEngine:
             self.rank = dist.get_rank()
             self.ground.prepare()
             self.chunks, self._wrapped = build_model(cfg, self.ground)
-            self._named = named_parameters(self.chunks, self.grid)
-            self.ground.configure_precision(linear_weights(self.chunks, self.grid), self.plan)
+            self._parameters = rank_parameters(self.chunks, self.layout_of(self.rank))
+            self.ground.configure_precision([p for p in self._parameters if p.in_linear], self.plan)
             self._optimizer = build_optimizer(cfg, self.ground, self._wrapped)
-            self._masters = optimizer_state.master_shards(self._optimizer, self._named)
+            self._masters = optimizer_state.master_shards(self._optimizer, self._parameters)
         source = cfg.model.hf_path
         self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
 
@@ -81,6 +84,21 @@ class MegatronEngine:
                 f"{', '.join(problems[:3])} ({len(problems)} in all). Change the model section or training.parallel, or use "
                 "training_precision=bf16."
             )
+
+    def layout_of(self, rank: int) -> list[ShardedParameter]:
+        """What any rank of this job holds of each Hugging Face tensor."""
+        return megatron_shards(
+            to_hf_config(self.cfg.model, None),
+            self.grid.layout,
+            rank,
+            qkv_order=QKV_ORDER,
+            spec=self.ground.spec,
+            fp8=self.is_fp8_module,
+        )
+
+    def is_fp8_module(self, hf_module: str) -> bool:
+        """Whether the trainer holds the weight of this Hugging Face linear module in block FP8."""
+        return self.plan.training_fp8 and self.plan.is_fp8(hf_module)
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +122,7 @@ class MegatronEngine:
         """
         check_weights(tensors, self.cfg.model)
         with self.ground.scope(), torch.no_grad():
-            values = {s.name: s.of(local_weight(s.name, tensors, self.cfg.model, self.grid, self.rank)) for s in self._masters}
+            values = {s.name: s.of(local_weight(s.parameter.layout, tensors)) for s in self._masters}
             optimizer_state.write_masters(self._masters, values)
             self._sync_parameters()
             for shard in self._masters:
@@ -127,20 +145,19 @@ class MegatronEngine:
         Names carry the layer and expert numbers of the whole model; tensors are the rank's shares of it, in the trainer's own
         memory: copy what must outlive the next optimizer step.
         """
-        for name, parameter in self._named:
-            if self.ground.is_fp8(parameter):
-                codes, scale_inv = self.ground.fp8_weight(parameter)
-                yield name, codes.detach(), scale_inv.detach()
+        for parameter in self._parameters:
+            if self.ground.is_fp8(parameter.weight):
+                codes, scale_inv = self.ground.fp8_weight(parameter.weight)
+                yield parameter.name, codes.detach(), scale_inv.detach()
             else:
-                yield name, parameter.detach(), None
+                yield parameter.name, parameter.weight.detach(), None
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(megatron_name, FP32 master in the shape of this rank's parameter)``.
 
         Views of the optimizer's memory, or gathered (then collective) where data parallelism divides the masters.
         """
-        for name, master in optimizer_state.whole_masters(self._masters, self._named, data_group):
-            yield name, master
+        return optimizer_state.whole_masters(self._masters, self._parameters)
 
     def named_high_precision_weights(self) -> Iterator[tuple[str, torch.Tensor, None]]:
         """``(megatron_name, BF16 tensor, None)``: every master rounded to BF16, which is what the FP8 codes are quantized from."""
@@ -182,7 +199,8 @@ class MegatronEngine:
 
         Each data-parallel rank brings its own micro-batches; tensor and pipeline ranks bring the same. Collective.
         """
-        evened = self._even_out(batches)
+        self._refuse_interleaving()
+        evened = even_out(batches)
         with self.ground.scope(), torch.no_grad():
             if self.grid.pipeline > 1:
                 found = pipeline.token_stats(self._wrapped, evened, self._forward, self._stats)
@@ -190,8 +208,12 @@ class MegatronEngine:
                 found = [self._stats(self._forward(self._wrapped[0], batch), batch) for batch in evened]
         return found[: len(batches)]
 
-    def _even_out(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        return even_out(batches, self.grid.pipeline if self.grid.virtual_pipeline > 1 else 1)
+    def _refuse_interleaving(self) -> None:
+        if self.grid.virtual_pipeline > 1:
+            raise ConfigError(
+                f"training.parallel.virtual_pipeline is {self.grid.virtual_pipeline}: weights can be loaded and exported so, but running "
+                "the interleaved schedule is not implemented. Set it to 1."
+            )
 
     # Update ----------------------------------------------------------------------------------------------------------
 
@@ -210,7 +232,8 @@ class MegatronEngine:
         Raises:
             ValueError: no micro-batch on any rank, or a denominator that is not positive and finite.
         """
-        evened = self._even_out(batches)
+        self._refuse_interleaving()
+        evened = even_out(batches)
         if not evened or not (math.isfinite(denominator) and denominator > 0):
             raise ValueError(f"A training step needs micro-batches and a positive denominator, not {len(evened)} and {denominator}.")
         with self.ground.scope():

@@ -2,23 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 
-
-@dataclass(frozen=True, kw_only=True)
-class LinearWeight:
-    """Weight of one linear of a layer on this rank."""
-
-    name: str
-    """Megatron's parameter name with the layer and expert numbers of the whole model."""
-    parameter: torch.nn.Parameter
-    module: torch.nn.Module
+if TYPE_CHECKING:
+    from e2e_fp8.training.parallel import Parameter
 
 
 class Ground(Protocol):
@@ -26,6 +18,8 @@ class Ground(Protocol):
 
     device: torch.device
     process_group_backend: str
+    spec: Literal["te", "local"]
+    """Whose parameter names the model has, by the layout's names."""
     token_multiple: int
     """Packed token counts are padded to a multiple of this (1: no padding)."""
 
@@ -56,7 +50,7 @@ class Ground(Protocol):
         """
         ...
 
-    def configure_precision(self, linears: Sequence[LinearWeight], plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence["Parameter"], plan: QuantizationPlan) -> None:
         """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
 
         Raises:

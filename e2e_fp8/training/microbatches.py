@@ -31,12 +31,12 @@ def empty_batch() -> PackedBatch:
     )
 
 
-def even_out(batches: Sequence[PackedBatch], multiple: int) -> list[PackedBatch]:
-    """``batches`` with empty ones behind, as many as the rank with most has, rounded up to ``multiple``. Collective.
+def even_out(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """``batches`` with empty ones behind, as many as the rank with most has. Collective.
 
     Experts exchange tokens once a micro-batch, so every rank must run the same number.
     """
-    wanted = torch.tensor(-(-len(batches) // multiple) * multiple)
+    wanted = torch.tensor(len(batches))
     if dist.get_world_size() > 1:
         dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
     return [*batches, *(empty_batch() for _ in range(int(wanted) - len(batches)))]

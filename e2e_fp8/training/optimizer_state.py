@@ -13,21 +13,23 @@ import torch.distributed as dist
 
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.megatron_names import neutral_name
-
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-"""``(name, parameter)`` of every parameter of this rank."""
+from e2e_fp8.training.parallel import Parameter, data_group
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterShard:
     """This rank's range of one FP32 master."""
 
-    name: str
-    parameter: torch.nn.Parameter
+    parameter: Parameter
     master: torch.Tensor
     """Flat float32, the elements ``start .. stop`` of the parameter."""
     start: int
     stop: int
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the whole model."""
+        return self.parameter.name
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same range of a tensor in the parameter's shape, flat."""
@@ -40,52 +42,47 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
     return list(chained) if chained is not None else [optimizer]
 
 
-def master_shards(optimizer: Any, named: Named) -> list[MasterShard]:
-    """This rank's masters, in the order of ``named``.
+def master_shards(optimizer: Any, parameters: Sequence[Parameter]) -> list[MasterShard]:
+    """This rank's masters, in the order of ``parameters``.
 
     Raises:
         RuntimeError: a parameter has no FP32 master on any rank of its data-parallel group.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for leaf in leaf_optimizers(optimizer):
-        for parameter in getattr(leaf, "model_param_gbuf_map", {}):
-            span = leaf._get_model_param_range_map(parameter)["param"]
-            ranges[id(parameter)] = (span.start, span.end)
+        for weight in leaf.model_param_gbuf_map:
+            span = leaf._get_model_param_range_map(weight)["param"]
+            ranges[id(weight)] = (span.start, span.end)
     found = []
-    for name, parameter in named:
-        start, stop = ranges.get(id(parameter), (0, 0))
-        if stop == start and _divided(optimizer):
+    for parameter in parameters:
+        start, stop = ranges.get(id(parameter.weight), (0, 0))
+        if start == stop and data_group(parameter.weight).size() > 1:
             continue
-        master = getattr(parameter, "main_param", None)
-        if master is None or master.dtype != torch.float32 or master.numel() != stop - start:
-            raise RuntimeError(f"The distributed optimizer keeps no FP32 master of {name}.")
-        found.append(MasterShard(name=name, parameter=parameter, master=master, start=start, stop=stop))
+        master = getattr(parameter.weight, "main_param", None)
+        if master is None or master.dtype != torch.float32 or not 0 < master.numel() == stop - start:
+            raise RuntimeError(f"The distributed optimizer keeps no FP32 master of {parameter.name}.")
+        found.append(MasterShard(parameter=parameter, master=master, start=start, stop=stop))
     return found
 
 
-def _divided(optimizer: Any) -> bool:
-    """Whether masters are divided over several ranks, so that a rank may lack some."""
-    return any(leaf.data_parallel_group.size() > 1 for leaf in leaf_optimizers(optimizer))
+def whole_masters(shards: Sequence[MasterShard], parameters: Sequence[Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, FP32 master in the parameter's shape)``; views where this rank holds all of it, else gathered.
 
-
-def whole_masters(shards: Sequence[MasterShard], named: Named, group_of: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(name, FP32 master in the parameter's shape)``; views where this rank holds all of it, else gathered from its group.
-
-    Collective over each parameter's data-parallel group, which ``group_of(parameter)`` returns.
+    Collective over the data-parallel groups.
     """
     shard_of = {shard.name: shard for shard in shards}
-    for name, parameter in named:
-        shard, group = shard_of.get(name), group_of(parameter)
+    for parameter in parameters:
+        shard, weight, group = shard_of.get(parameter.name), parameter.weight, data_group(parameter.weight)
         if group.size() == 1:
             assert shard is not None
-            yield name, shard.master.detach().view(parameter.shape)
+            yield parameter.name, shard.master.detach().view(weight.shape)
             continue
         # Ranges are disjoint, so adding integers puts the bits together exactly, signs of zero included.
-        bits = torch.zeros(parameter.numel(), dtype=torch.int32, device=parameter.device)
+        bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)
         if shard is not None:
             bits[shard.start : shard.stop] = shard.master.detach().view(torch.int32)
         dist.all_reduce(bits, group=group)
-        yield name, bits.view(torch.float32).view(parameter.shape)
+        yield parameter.name, bits.view(torch.float32).view(weight.shape)
 
 
 def write_masters(shards: Sequence[MasterShard], values: Mapping[str, torch.Tensor]) -> None:

@@ -1,23 +1,22 @@
 """Processes and ranks of the trainer: torch.distributed, Megatron's groups, and names that hold across ranks."""
 
 import os
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout import ShardedParameter
+from e2e_fp8.megatron_names import whole_model_name
 from e2e_fp8.rank_grid import RankGrid
-from e2e_fp8.training.ground import Ground, LinearWeight
+from e2e_fp8.training.ground import Ground
 
 _TIMEOUT = timedelta(minutes=30)
 _LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)(\d+)")
 
 
 def world_size() -> int:
@@ -91,36 +90,48 @@ def local_device_index() -> int:
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else torch.cuda.current_device()
 
 
-def global_name(local_name: str, chunk: Any, grid: RankGrid) -> str:
-    """Parameter name of one model chunk with the layer and expert numbers of the whole model.
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of this rank, with its place in the whole model."""
 
-    Megatron numbers the layers of a chunk and the experts of a rank from 0.
+    name: str
+    """Megatron's name with the layer and expert numbers of the whole model."""
+    weight: torch.nn.Parameter
+    module: torch.nn.Module
+    """The module that owns it."""
+    layout: ShardedParameter
+
+    @property
+    def in_linear(self) -> bool:
+        """Whether it is the weight of a linear inside a layer, which a plan may put in FP8 (not router, embedding or head)."""
+        return self.layout.kind == "linear"
+
+
+def rank_parameters(chunks: Sequence[Any], layout: Sequence[ShardedParameter]) -> list[Parameter]:
+    """Every parameter of this rank's model chunks, each once, matched with the layout.
+
+    Raises:
+        RuntimeError: Megatron built another parameter, shape or layer than the layout says.
     """
-    layer = _LAYER.match(local_name)
-    if layer is None:
-        return local_name
-    number = chunk.decoder.layers[int(layer[1])].layer_number - 1
-    name = f"decoder.layers.{number}.{local_name[layer.end() :]}"
-    if grid.expert == 1:
-        return name
-    first = grid.place(dist.get_rank()).expert * chunk.config.num_moe_experts // grid.expert
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)
-
-
-def named_parameters(chunks: Sequence[Any], grid: RankGrid) -> list[tuple[str, torch.nn.Parameter]]:
-    """``(global name, parameter)`` of every parameter of this rank, each once."""
-    return [(global_name(name, chunk, grid), parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
-
-
-def linear_weights(chunks: Sequence[Any], grid: RankGrid) -> list[LinearWeight]:
-    """The weights of all linears inside layers that a plan may put in FP8 (not router, embedding or head)."""
     found = []
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".linear_" in name and not name.endswith(("layer_norm_weight", "bias")):
-                module = chunk.get_submodule(name.rpartition(".")[0])
-                found.append(LinearWeight(name=global_name(name, chunk, grid), parameter=parameter, module=module))
+    left = {(entry.chunk, entry.name): entry for entry in layout}
+    for index, chunk in enumerate(chunks):
+        for name, weight in chunk.named_parameters():
+            entry = left.pop((index, name), None)
+            if entry is None or tuple(weight.shape) != entry.shape or not _same_layer(chunk, entry):
+                raise RuntimeError(f"Megatron built {name} {tuple(weight.shape)} in chunk {index}, but the layout has {entry}.")
+            module = chunk.get_submodule(name.rpartition(".")[0])
+            full = whole_model_name(name, entry.layer, entry.expert)
+            found.append(Parameter(name=full, weight=weight, module=module, layout=entry))
+    if left:
+        raise RuntimeError(f"Megatron built no parameter for {sorted(left)[:4]} ({len(left)} in all) of the layout.")
     return found
+
+
+def _same_layer(chunk: Any, entry: ShardedParameter) -> bool:
+    if entry.layer is None:
+        return True
+    return chunk.decoder.layers[int(entry.name.split(".")[2])].layer_number == entry.layer + 1
 
 
 def data_group(parameter: torch.Tensor) -> Any:

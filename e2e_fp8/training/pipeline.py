@@ -1,4 +1,4 @@
-"""Megatron's pipeline schedules (1F1B, and interleaved for several chunks) over packed micro-batches of differing length."""
+"""Megatron's 1F1B pipeline schedule over packed micro-batches of differing length."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,10 +22,9 @@ def _run(wrapped: Sequence[Any], batches: Sequence[PackedBatch], forward: Forwar
         batch = next(batches_left)
         return forward(model, batch), partial(finish, batch)
 
-    iterators = [iter(batches) for _ in wrapped]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        data_iterator=iter(batches),
         model=list(wrapped),
         num_microbatches=len(batches),
         seq_length=1,  # unused: shapes travel with the activations
@@ -63,5 +62,6 @@ def token_stats(
     counts = [batch.token_ids.numel() for batch in batches]
     device = next(wrapped[0].parameters()).device
     joined = torch.cat(found, dim=1).contiguous() if found else torch.empty(2, sum(counts), device=device)
-    dist.broadcast(joined, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(joined, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return [TokenStats(log_probs=part[0], entropy=part[1]) for part in joined.split(counts, dim=1)]

@@ -1,7 +1,4 @@
-"""Hugging Face weights in: names, fusion into Megatron's layouts, fresh initial weights, safetensors directories.
-
-Shape legend: ``N`` query heads, ``G`` key/value heads, ``D`` head width, ``H`` hidden width.
-"""
+"""Hugging Face weights in: names, shares of one rank, fresh initial weights, safetensors directories."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,31 +9,13 @@ from safetensors import SafetensorError, safe_open
 
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.errors import CheckpointError
+from e2e_fp8.layout import ShardedParameter
 from e2e_fp8.megatron_names import hf_sources
-from e2e_fp8.rank_grid import RankGrid
 
 
 def hf_modules_of(megatron_linear: str) -> list[str]:
     """HF module names of one Megatron linear weight name (``...linear_qkv.weight`` -> q, k and v)."""
     return [name.removesuffix(".weight") for name in hf_sources(megatron_linear)]
-
-
-def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cfg: ModelConfig) -> torch.Tensor:
-    """Megatron's rows: for each key/value group its query heads, then its key head, then its value head.
-
-    All groups ``[(N + 2 G) D, H]``, or a tensor rank's share of them.
-    """
-    width = cfg.head_dim
-    parts = [t.reshape(k.size(0) // width, -1, width, t.size(1)) for t in (q, k, v)]
-    return torch.cat(parts, dim=1).reshape(-1, q.size(1))
-
-
-def fuse(megatron_name: str, parts: list[torch.Tensor], cfg: ModelConfig) -> torch.Tensor:
-    """One Megatron parameter (or a rank's share) from its HF parts (or shares of them), in the order of ``hf_sources``."""
-    if megatron_name.endswith("linear_qkv.weight"):
-        q, k, v = parts
-        return fuse_qkv(q, k, v, cfg)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def hf_shapes(cfg: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -99,18 +78,9 @@ def check_weights(tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> None
             raise CheckpointError(f"Tensor {name} has dtype {given[name].dtype}; weights are read as float32, bfloat16 or float16.")
 
 
-def local_weight(megatron_name: str, tensors: Mapping[str, torch.Tensor], cfg: ModelConfig, grid: RankGrid, rank: int) -> torch.Tensor:
-    """FP32 share of ``rank`` of one trainer parameter, cut from checked HF weights.
-
-    Args:
-        megatron_name: with the layer and expert numbers of the whole model.
-    """
-    sources = hf_sources(megatron_name)
-    if cfg.tie_word_embeddings and sources == ["lm_head.weight"]:
-        # The last pipeline stage keeps its own copy of a tied embedding.
-        sources = ["model.embed_tokens.weight"]
-    shares = [tensors[name][grid.rectangle(name, tuple(tensors[name].shape), rank)].float() for name in sources]
-    return fuse(megatron_name, shares, cfg)
+def local_weight(layout: ShardedParameter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """FP32 share of one rank of one trainer parameter, cut from checked HF weights."""
+    return torch.cat([tensors[part.hf_name][part.index].float() for part in layout.parts])
 
 
 def import_safetensors(path: str | Path) -> dict[str, torch.Tensor]:

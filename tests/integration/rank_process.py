@@ -1,6 +1,6 @@
 """One rank of a trainer, started by torchrun: trains a few steps and writes what it holds for the test to compare.
 
-    torchrun --nproc-per-node N rank_process.py CASE.json OUT
+torchrun --nproc-per-node N rank_process.py CASE.json OUT
 """
 
 import json
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import UserError
+from e2e_fp8.orchestration.weight_sync import exported_tensors
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.types import PackedBatch, TokenStats
@@ -71,6 +72,9 @@ def main(case: dict, out: Path) -> None:
     stats = {f"log_probs/{i}": s.log_probs for i, s in enumerate(engine.token_stats(mine))}
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
+    gathered = {entry.name: entry.tensor for entry in exported_tensors(engine, cfg)}
+    if rank == 0:
+        save_file(gathered, out / "gathered.safetensors")
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]
     (out / f"reports-{rank}.json").write_text(json.dumps(record))
     factor = float("nan") if rank == dist.get_world_size() - 1 else 1.0
