@@ -34,8 +34,8 @@ _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
 
 
-QKV_ORDER: Literal["megatron", "engine"] = "megatron"
-"""Order of the rows of ``linear_qkv`` in this trainer, by the layout's names; import, training and export follow it."""
+QKV_ORDER: Literal["megatron", "engine"] = "engine"
+"""Order of the rows of ``linear_qkv`` in this trainer (training.attention splits them so), by the layout's names."""
 
 
 def whole_model_name(local_name: str, layer: int | None, expert: int | None) -> str:

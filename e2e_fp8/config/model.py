@@ -20,9 +20,7 @@ class ModelConfig(Section):
     num_hidden_layers: int = Field(default=2, ge=1, description="Transformer layers.")
     num_attention_heads: int = Field(default=2, ge=1, description="Query heads; a multiple of num_key_value_heads.")
     num_key_value_heads: int = Field(default=1, ge=1, description="Key and value heads (grouped-query attention).")
-    head_dim: int = Field(
-        default=128, ge=2, description="Width of one head; a multiple of 128 under FP8 so that q, k and v own whole tiles."
-    )
+    head_dim: int = Field(default=128, ge=2, description="Width of one head; under FP8 all q rows and all k rows must be multiples of 128.")
     intermediate_size: int = Field(default=512, ge=1, description="Width of the dense SwiGLU block (qwen3); unused by qwen3_moe.")
     moe_intermediate_size: int = Field(default=128, ge=1, description="Width of one expert (qwen3_moe); a multiple of 128 under FP8.")
     num_experts: int = Field(default=8, ge=1, description="Experts per MoE layer (qwen3_moe).")

@@ -189,9 +189,6 @@ def _check_tiles(cfg: "Config") -> None:
         ("num_attention_heads", "head_dim"): m.num_attention_heads * m.head_dim,
         ("num_key_value_heads", "head_dim"): m.num_key_value_heads * m.head_dim,
     }
-    if cfg.numerics.training_precision == "fp8":
-        # Megatron interleaves q, k and v by key-value group, so a single head already has to own whole tiles.
-        fields[("head_dim",)] = m.head_dim
     for names, size in fields.items():
         modules = [n for n, kind in _representatives(m) if not _kept(n, patterns) and kind & {*names} and size % BLOCK]
         if not modules:
@@ -207,9 +204,9 @@ def _representatives(model: "ModelConfig") -> Iterator[tuple[str, set[str]]]:
     """``(module, size fields it depends on)`` for every FP8 candidate of every layer, experts cut to the first."""
     width = "moe_intermediate_size" if model.is_moe else "intermediate_size"
     depends = {
-        "q_proj": {"hidden_size", "num_attention_heads", "head_dim"},
-        "k_proj": {"hidden_size", "num_key_value_heads", "head_dim"},
-        "v_proj": {"hidden_size", "num_key_value_heads", "head_dim"},
+        "q_proj": {"hidden_size", "num_attention_heads"},
+        "k_proj": {"hidden_size", "num_key_value_heads"},
+        "v_proj": {"hidden_size", "num_key_value_heads"},
         "o_proj": {"hidden_size", "num_attention_heads"},
         "gate_proj": {"hidden_size", width},
         "up_proj": {"hidden_size", width},

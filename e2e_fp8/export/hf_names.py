@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from e2e_fp8.config.model import ModelConfig
-from e2e_fp8.export.fused import Part, split_gate_up, split_qkv
+from e2e_fp8.export.fused import Part, split_rows
 from e2e_fp8.megatron_names import hf_sources
 from e2e_fp8.types import ExportedTensor
 
@@ -39,11 +39,11 @@ def _emit(hf_weight_name: str, part: Part) -> Iterator[ExportedTensor]:
 
 def _split(part: Part, count: int, model: ModelConfig) -> tuple[Part, ...]:
     """The ``count`` Hugging Face matrices of one Megatron matrix: itself, gate and up, or q, k and v."""
-    if count == 1:
-        return (part,)
-    if count == 2:
-        return split_gate_up(part)
-    return split_qkv(part, num_heads=model.num_attention_heads, num_groups=model.num_key_value_heads, head_dim=model.head_dim)
+    rows = part.weight.shape[0]
+    if count != 3:
+        return split_rows(part, [rows // count] * count) if count > 1 else (part,)
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    return split_rows(part, [width * model.head_dim for width in (heads, groups, groups)])
 
 
 def to_hf(weights: Iterable[NamedWeight], model: ModelConfig) -> Iterator[ExportedTensor]:

@@ -64,21 +64,19 @@ class QuantizationPlan:
         found = []
         for name, *shape in hf_linear_modules(model):
             out_features, in_features = (grid or RankGrid()).linear_share(name, *shape)
-            reason = self._misalignment(name, out_features, in_features, model.head_dim) if self.is_fp8(name) else None
+            reason = self._misalignment(name, out_features, in_features) if self.is_fp8(name) else None
             if reason:
                 share = "" if [out_features, in_features] == shape else f", each rank's share of {shape}"
                 found.append(f"{name} [{out_features}, {in_features}]{share}: {reason}")
         return found
 
-    def _misalignment(self, name: str, out_features: int, in_features: int, head_dim: int) -> str | None:
+    def _misalignment(self, name: str, out_features: int, in_features: int) -> str | None:
         fused = next((group for group in _FUSED if name.rpartition(".")[2] in group), None)
         if out_features % BLOCK:
             part = f", one of the fused {', '.join(fused)}, which share a block then" if fused else ""
             return f"{out_features} rows are not a multiple of {BLOCK}{part}"
         if in_features % BLOCK:
             return f"{in_features} columns are not a multiple of {BLOCK}"
-        if self.training_fp8 and fused == _FUSED[0] and head_dim % BLOCK:
-            return f"training interleaves q, k and v by head, and head_dim {head_dim} is not a multiple of {BLOCK}"
         return None
 
 

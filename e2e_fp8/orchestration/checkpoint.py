@@ -29,7 +29,7 @@ from e2e_fp8.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SHARD_BYTES = 1 << 30
 _NO_SPACE = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file size limit is reached"}
 _STEP_NAME = re.compile(r"step_(\d{8,})(\.replaced)?")

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.typed_torch import apply_module
 
 from e2e_fp8.errors import ConfigError
 
@@ -80,6 +82,39 @@ class PackedRotary(torch.nn.Module):
         """Angles ``[T, 1, 1, D]`` in float32."""
         assert self.positions_T is not None
         return self.rotary(max_seq_len, **kwargs)[self.positions_T]
+
+
+class EngineOrderSelfAttention(SelfAttention):
+    """Megatron's self-attention with the rows of ``linear_qkv`` in the rollout engine's order: all q, then all k, then all v.
+
+    Megatron interleaves them by query group. In the engine's order the trainer's FP8 tiles are the tiles of vLLM's ``qkv_proj``, so
+    both can be one storage, and a head width below 128 cuts no tile as long as the q, k and v rows are multiples of 128.
+    """
+
+    def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``hidden_states [T, 1, H]`` -> query ``[T, 1, N, D]``, key and value ``[T, 1, G, D]``, heads of this rank.
+
+        Raises:
+            ConfigError: an output gate, the fused rotary path, or fewer key/value heads than tensor-parallel ranks.
+        """
+        width = self.hidden_size_per_attention_head
+        rows = [count * width for count in (self.num_attention_heads_per_partition, *[self.num_query_groups_per_partition] * 2)]
+        if output_gate or not split_qkv or self.config.num_query_groups < self.world_size:
+            raise ConfigError("The trainer's attention has no output gate, no fused rotary path and at least one key/value head a rank.")
+        mixed, _ = self.linear_qkv(hidden_states)
+        query, key, value = mixed.split(rows, dim=-1)
+        query, key, value = (t.unflatten(-1, (-1, width)) for t in (query, key, value))
+        if self.q_layernorm is not None:
+            query = apply_module(self.q_layernorm)(query)
+        if self.k_layernorm is not None:
+            key = apply_module(self.k_layernorm)(key)
+        return query, key, value
 
 
 class PackedAttention(MegatronModule):

@@ -60,13 +60,14 @@ class CpuGround:
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-        from e2e_fp8.training.attention import PackedAttention
+        from e2e_fp8.training.attention import EngineOrderSelfAttention, PackedAttention
         from e2e_fp8.training.fp8_linear import BlockFp8ColumnParallelLinear, BlockFp8RowParallelLinear
         from e2e_fp8.training.norm import rms_norm
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
         attention = spec.submodules.self_attention.submodules  # pyright: ignore[reportAttributeAccessIssue]
+        spec.submodules.self_attention.module = EngineOrderSelfAttention  # pyright: ignore[reportAttributeAccessIssue]
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
         attention.core_attention = PackedAttention

@@ -88,10 +88,11 @@ class CudaGround:
         """Megatron's Transformer Engine spec with PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        from e2e_fp8.training.attention import PackedAttention
+        from e2e_fp8.training.attention import EngineOrderSelfAttention, PackedAttention
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=cfg.model.is_moe, qk_layernorm=True)
+        spec.submodules.self_attention.module = EngineOrderSelfAttention  # pyright: ignore[reportAttributeAccessIssue]
         spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import yaml
@@ -96,7 +97,10 @@ def test_interrupt_exits_with_130(tmp_path):
     """The process waits in the read of a named pipe, so the signal certainly arrives inside a command."""
     pipe = tmp_path / "run.yaml"
     os.mkfifo(pipe)
-    with subprocess.Popen([sys.executable, "-m", "e2e_fp8.cli", "config", str(pipe)], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "e2e_fp8.cli", "config", str(pipe)]
+    # a shell's background job ignores SIGINT, and so would its children
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=reset) as process:
         writer = os.open(pipe, os.O_WRONLY)  # returns once the process has opened the pipe for reading
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)

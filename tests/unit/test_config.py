@@ -152,7 +152,7 @@ def test_every_wrong_field_gets_its_own_line():
         ({"model": {"hidden_size": 200}}, ("model.hidden_size is 200", "q_proj", "use 128 or 256", "training_precision")),
         ({"model": {"moe_intermediate_size": 100}}, ("model.moe_intermediate_size is 100", "experts.0.gate_proj", "use 128")),
         ({"model": {"architecture": "qwen3", "intermediate_size": 300}}, ("model.intermediate_size is 300", "mlp.down_proj", "256 or 384")),
-        ({"model": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}}, ("model.head_dim is 64", "q_proj")),
+        ({"model": {"head_dim": 64, "num_attention_heads": 4}}, ("model.num_key_value_heads x model.head_dim is 64", "k_proj")),
     ],
 )
 def test_cross_field_mistakes_name_the_rule_and_the_remedy(values, parts):
@@ -168,9 +168,9 @@ def test_precision_ways_out_work():
     assert parse_config({"model": ragged, "numerics": both_bf16}).model.hidden_size == 200
     keep = ["lm_head", "*.mlp.gate", "*_proj"]
     assert parse_config({"model": ragged, "numerics": {"high_precision_modules": keep}}).model.hidden_size == 200
-    # The engine fuses q, k and v by rows only, so half-tile heads are fine when their sum is whole and only rollout is FP8.
+    # Both sides stack q, k and v by rows only, so half-tile heads are fine when each of the three is whole.
     heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    assert parse_config({"model": heads, "numerics": {"training_precision": "bf16"}}).model.head_dim == 64
+    assert parse_config({"model": heads}).model.head_dim == 64
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,7 +196,7 @@ def test_tile_rule_agrees_with_module_shapes(architecture, hidden, width, head_d
     plain = parse_config({"model": model, "numerics": {"training_precision": "bf16", "rollout_precision": "bf16"}})
     shapes = [(n, k) for name, n, k in linear_modules(plain.model) if not name.endswith((".gate", "lm_head"))]
     whole = all(size % 128 == 0 for size in itertools.chain.from_iterable(shapes))
-    values = {"model": model, "numerics": {"training_precision": "bf16", "rollout_precision": "fp8"}}
+    values = {"model": model, "numerics": {"training_precision": "fp8", "rollout_precision": "fp8"}}
     if whole:
         cfg = parse_config(values)
         assert QuantizationPlan.from_config(cfg).misaligned(cfg.model) == []

@@ -1,4 +1,4 @@
-"""Export: un-interleaving is checked against an independent per-row reference, bytes with ==."""
+"""Export: parts are views of the fused matrices, names complete, bytes compared with ==."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e_fp8.config.model import ModelConfig
-from e2e_fp8.export.fused import Part, split_gate_up, split_qkv
+from e2e_fp8.export.fused import Part, split_rows
 from e2e_fp8.export.hf_names import expected_hf_names, to_hf
 
 
@@ -19,41 +19,30 @@ def random_block(rows: int, columns: int, seed: int) -> Part:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    groups=st.integers(1, 4),
-    queries=st.integers(1, 4),
-    tiles=st.integers(1, 2),
+    tiles=st.lists(st.integers(1, 3), min_size=2, max_size=3),
     columns=st.sampled_from([128, 200]),
     seed=st.integers(0, 99),
 )
-def test_qkv_rows_and_their_scales_follow_each_other(groups, queries, tiles, columns, seed):
-    head_dim = 128 * tiles
-    fused = random_block(groups * (queries + 2) * head_dim, columns, seed)
-    q, k, v = split_qkv(fused, num_heads=groups * queries, num_groups=groups, head_dim=head_dim)
-    raw, scales = fused.weight.view(torch.uint8), fused.scale_inv
-
-    def fused_row(kind: str, hf_row: int) -> int:
-        head, inner = divmod(hf_row, head_dim)
-        group, slot = divmod(head, queries) if kind == "q" else (head, queries + (kind == "v"))
-        return (group * (queries + 2) + slot) * head_dim + inner
-
-    for kind, part in (("q", q), ("k", k), ("v", v)):
-        for hf_row in range(0, part.weight.shape[0], 64):
-            source = fused_row(kind, hf_row)
-            assert torch.equal(part.weight.view(torch.uint8)[hf_row], raw[source])
-            assert torch.equal(part.scale_inv[hf_row // 128], scales[source // 128])
+def test_parts_are_views_of_the_fused_rows_and_scale_tiles(tiles, columns, seed):
+    fused = random_block(128 * sum(tiles), columns, seed)
+    parts = split_rows(fused, [128 * count for count in tiles])
+    raw, first = fused.weight.view(torch.uint8), 0
+    for count, part in zip(tiles, parts, strict=True):
+        assert torch.equal(part.weight.view(torch.uint8), raw[first : first + 128 * count])
+        assert torch.equal(part.scale_inv, fused.scale_inv[first // 128 : first // 128 + count])
+        assert part.weight.data_ptr() == fused.weight.data_ptr() + first * columns
+        first += 128 * count
 
 
-def test_gate_up_boundary_inside_a_tile_is_refused():
+@pytest.mark.parametrize("rows", [(192, 192), (896, 64, 64), (576, 192)])
+def test_a_boundary_inside_a_tile_is_refused(rows):
     with pytest.raises(ValueError, match="share FP8 tiles"):
-        split_gate_up(random_block(2 * 192, 128, 0))
-    gate, up = split_gate_up(random_block(512, 256, 1))
-    assert gate.weight.shape == up.weight.shape == (256, 256)
-    assert gate.scale_inv.shape == (2, 2)
+        split_rows(random_block(sum(rows), 128, 0), rows)
 
 
-def test_head_dim_64_is_refused():
-    with pytest.raises(ValueError, match="head_dim 64"):
-        split_qkv(random_block(4 * 64, 128, 0), num_heads=2, num_groups=1, head_dim=64)
+def test_rows_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="do not make up"):
+        split_rows(random_block(512, 128, 0), (256, 128))
 
 
 def local_names(model: ModelConfig, grouped: bool) -> list[tuple[str, tuple[int, int]]]:
