@@ -10,3 +10,8 @@ LINEAR_WORST = {torch.float32: 1e-5, torch.bfloat16: 1.01 * 2**-8}
 
 QUANTIZATION_SQNR_DB = {"e4m3": 27.0, "e5m2": 22.0}
 """Smallest SQNR of a product of quantized normal operands against unquantized ones, by the coarser operand's format."""
+
+RANKS_LOSS = {"bf16": 2e-2, "fp8": 2e-2}
+RANKS_GRAD_NORM = {"bf16": 5e-2, "fp8": 5e-2}
+RANKS_UPDATE = {"bf16": 0.3, "fp8": 0.3}
+RANKS_LOG_PROBS = {"bf16": 1e-1, "fp8": 1e-1}

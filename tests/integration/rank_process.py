@@ -1,15 +1,21 @@
-"""One rank of a trainer, started by torchrun: trains a few steps and writes what it holds for the test to compare.
+"""Ranks of a trainer: each trains a few steps and writes what it holds for the test to compare.
 
-torchrun --nproc-per-node N rank_process.py CASE.json OUT
+    torchrun --nproc-per-node N rank_process.py OUT     one job, its case in OUT/case.json
+    rank_process.py                                     one job for each line ``N PORT OUT`` on standard input
+
+The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs.
 """
 
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
+import megatron.core.models.gpt
+import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -69,7 +75,7 @@ def main(case: dict, out: Path) -> None:
     denominator = float(sum(b.loss_mask.sum() for b in batches))
     mine = share_of(batches, engine.grid.place(rank).data, engine.grid.data)
     engine.set_learning_rate(case["learning_rate"])
-    stats = {f"log_probs/{i}": s.log_probs for i, s in enumerate(engine.token_stats(mine))}
+    stats = {f"log_probs/{i}": s.log_probs for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
     gathered = {entry.name: entry.tensor for entry in exported_tensors(engine, cfg)}
@@ -77,15 +83,47 @@ def main(case: dict, out: Path) -> None:
         save_file(gathered, out / "gathered.safetensors")
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]
     (out / f"reports-{rank}.json").write_text(json.dumps(record))
-    factor = float("nan") if rank == dist.get_world_size() - 1 else 1.0
-    report = engine.train_step(mine, lambda s, b: (nll(s, b)[0] * factor, {}), denominator)
-    assert report.skipped, "a non-finite gradient on one rank must stop the step on all"
+    if case["steps"]:
+        check_poisoned_step(engine, mine, denominator)
     dist.barrier()
 
 
-if __name__ == "__main__":
+def check_poisoned_step(engine: MegatronEngine, mine: list[PackedBatch], denominator: float) -> None:
+    """A non-finite gradient on one rank stops the step on all."""
+    factor = float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+    report = engine.train_step(mine, lambda s, b: (nll(s, b)[0] * factor, {}), denominator)
+    assert report.skipped
+    assert engine.policy_version > 0
+
+
+def run_rank(out: Path) -> int:
+    """Exit status of one rank: 2 and one sentence for what a user can act on."""
     try:
-        main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+        main(json.loads((out / "case.json").read_text()), out)
     except UserError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        sys.exit(2)
+        (out / f"refused-{os.environ['RANK']}").write_text(str(error))
+        return 2
+    except BaseException:
+        (out / f"failed-{os.environ['RANK']}").write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+def fork_ranks(world: int, port: str, out: Path) -> list[int]:
+    """Exit statuses of all ranks of one job."""
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            os._exit(run_rank(out))
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(run_rank(Path(sys.argv[1])))
+    for line in sys.stdin:
+        world, port, out = line.rstrip("\n").split(" ", 2)
+        print(json.dumps(fork_ranks(int(world), port, Path(out))), flush=True)
