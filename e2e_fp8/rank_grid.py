@@ -61,8 +61,9 @@ class RankGrid:
         for size, fields in ((dense, "tensor x pipeline"), (routed, "expert_tensor x expert x pipeline")):
             if self.world % size:
                 sizes = ", ".join(f"training.parallel.{name} {getattr(self, name)}" for name in fields.split(" x "))
+                ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
                 raise ConfigError(
-                    f"The job has {self.world} ranks, which is not a multiple of {fields} = {size} ({sizes}): "
+                    f"The job has {ranks}, which is not a multiple of {fields} = {size} ({sizes}): "
                     f"start {size} ranks or a multiple of it, or change these sizes."
                 )
 

@@ -105,18 +105,17 @@ def _move(held: Mapping[str, tuple], source: Source, scales: bool, whole: torch.
     if rank not in (source.rank, root):
         return
     here, there = (tuple(_tiles(s) if scales else s for s in area) for area in (source.here, source.there))
-    piece = None
+    target = None if whole is None else _bytes(whole)[_byte_columns(there, whole)]
     if rank == source.rank:
         piece = _bytes(held[source.parameter][1 if scales else 0][here].contiguous())
-    if rank != root:
-        dist.send(piece, root)
-        return
-    assert whole is not None
-    target = _bytes(whole)[_byte_columns(there, whole)]
-    if piece is None:
-        piece = torch.empty(target.shape, dtype=torch.uint8, device=whole.device)
+        if target is None:
+            dist.send(piece, root)
+        else:
+            target.copy_(piece)
+    elif target is not None:
+        piece = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
         dist.recv(piece, source.rank)
-    target.copy_(piece)
+        target.copy_(piece)
 
 
 def _tiles(elements: slice) -> slice:

@@ -14,14 +14,13 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-import megatron.core.models.gpt
-import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import UserError
+from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.orchestration.weight_sync import exported_tensors
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
@@ -56,14 +55,14 @@ def nll(stats: TokenStats, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, 
 
 
 def held(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    """Everything this rank holds: codes or BF16 weights, scales, masters."""
+    """Everything this rank holds, by the local spec's names: codes or BF16 weights, scales, masters."""
     found = {}
     for name, tensor, scale_inv in engine.named_local_weights():
-        found[name] = tensor.clone()
+        found[neutral_name(name)] = tensor
         if scale_inv is not None:
-            found[name + "_scale_inv"] = scale_inv.clone()
-    found.update({f"master/{name}": master.clone() for name, master in engine.named_masters()})
-    return found
+            found[neutral_name(name) + "_scale_inv"] = scale_inv
+    found.update({f"master/{neutral_name(name)}": master for name, master in engine.named_masters()})
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
 def main(case: dict, out: Path) -> None:
@@ -75,10 +74,10 @@ def main(case: dict, out: Path) -> None:
     denominator = float(sum(b.loss_mask.sum() for b in batches))
     mine = share_of(batches, engine.grid.place(rank).data, engine.grid.data)
     engine.set_learning_rate(case["learning_rate"])
-    stats = {f"log_probs/{i}": s.log_probs for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
+    stats = {f"log_probs/{i}": s.log_probs.cpu() for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
-    gathered = {entry.name: entry.tensor for entry in exported_tensors(engine, cfg)}
+    gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)}
     if rank == 0:
         save_file(gathered, out / "gathered.safetensors")
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]

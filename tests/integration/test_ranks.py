@@ -7,6 +7,7 @@ weights and batches says what the update should have been.
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from safetensors.torch import load_file
 from tolerances import RANKS_GRAD_NORM, RANKS_LOG_PROBS, RANKS_LOSS, RANKS_UPDATE
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.sync.receipt import manifest_of
 from e2e_fp8.training.weights import initial_hf_weights
+from e2e_fp8.types import ExportedTensor
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MODEL = {
@@ -48,6 +51,7 @@ class Case:
     model: dict = field(default_factory=dict)
     precision: str = "fp8"
     steps: int = 2
+    backend: str = "cpu"
 
     @property
     def config(self) -> dict:
@@ -56,13 +60,13 @@ class Case:
         return {
             "model": {**MODEL, **self.model},
             "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
-            "run": {"backend": "cpu"},
+            "run": {"backend": self.backend},
             "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0},
         }
 
     def alone(self) -> "Case":
         """The same on one rank."""
-        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps)
+        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend)
 
 
 DENSE = {"architecture": "qwen3"}
@@ -90,6 +94,14 @@ def write_case(case: Case, out: Path) -> None:
     out.mkdir(parents=True)
     text = {"config": case.config, "seed": 7, "microbatches": [[9, 30, 5], [17, 12]], "learning_rate": 0.1, "steps": case.steps}
     (out / "case.json").write_text(json.dumps(text))
+
+
+def run_torchrun(case: Case, out: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    done = subprocess.run([*torchrun, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300, env=rank_environment())
+    messages = [f.read_text() for pattern in ("failed-*", "refused-*") for f in out.glob(pattern)]
+    assert done.returncode == 0, "\n".join(messages) or done.stderr[-3000:]
 
 
 def rank_environment() -> dict[str, str]:
@@ -170,8 +182,10 @@ def test_every_rank_starts_with_its_share_of_the_weights(name, results):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_every_rank_and_the_gathered_tensors_are_those_of_the_whole_model(name, results):
-    case = CASES[name]
-    folder = results(case)
+    check_bytes(CASES[name], results(CASES[name]))
+
+
+def check_bytes(case: Case, folder: Path) -> None:
     found = held(folder, case.world, "end")
     whole = sharding_reference.gather(masters(found), model_of(case), case.parallel)
     codes, scales, high = quantized(whole, case)
@@ -211,7 +225,10 @@ TRAINED = [name for name, case in CASES.items() if case.steps]
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_step_on_several_ranks_is_the_step_of_one(name, results):
     case = CASES[name]
-    many, one = results(case), results(case.alone())
+    check_step(case, results(case), results(case.alone()))
+
+
+def check_step(case: Case, many: Path, one: Path) -> None:
     reports = [json.loads((many / f"reports-{rank}.json").read_text()) for rank in range(case.world)]
     assert all(report == reports[0] for report in reports), "all ranks report the same"
     expected = json.loads((one / "reports-0.json").read_text())
@@ -242,6 +259,17 @@ def test_log_probs_of_every_data_parallel_rank(name, results):
             assert difference.mean() <= RANKS_LOG_PROBS[case.precision], (place, float(difference.mean()))
 
 
+@pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "bf16_ep2"])
+def test_without_tensor_parallelism_log_probs_are_bit_equal(name, results):
+    case = CASES[name]
+    expected = held(results(case.alone()), 1, "end")[0]
+    places = sharding_reference.coordinates(case.world, case.parallel)
+    for place, found in zip(places, held(results(case), case.world, "end"), strict=True):
+        mine = range(2) if case.parallel.get("pipeline") else [place["data"]]
+        for index, batch in enumerate(mine):
+            assert torch.equal(found[f"log_probs/{index}"], expected[f"log_probs/{batch}"])
+
+
 @pytest.mark.parametrize("name", ["dp2", "pp2"])
 def test_data_and_pipeline_parallel_steps_are_bit_equal(name, results):
     case = CASES[name]
@@ -249,13 +277,27 @@ def test_data_and_pipeline_parallel_steps_are_bit_equal(name, results):
     assert np.array_equal(flat(many, case.world, "end", case, case.parallel), flat(one, 1, "end", case))
 
 
+def test_engine_holds_the_bytes_of_a_trainer_of_four_ranks(results, tmp_path):
+    case = CASES["tp2ep2"]
+    folder = results(case)
+    for name in ("case.json", "gathered.safetensors"):
+        shutil.copy(folder / name, tmp_path / name)
+    words = [sys.executable, str(Path(__file__).with_name("rank_engine_process.py")), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=rank_environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    record = json.loads((tmp_path / "engine.json").read_text())
+    whole = sharding_reference.gather(masters(held(folder, case.world, "end")), model_of(case), case.parallel)
+    codes, scales, _ = quantized(whole, case)
+    entries = [ExportedTensor(name=n, tensor=torch.from_numpy(c).view(torch.float8_e4m3fn)) for n, c in codes.items()]
+    entries += [ExportedTensor(name=n + "_scale_inv", tensor=torch.from_numpy(x).view(torch.float32)) for n, x in scales.items()]
+    assert record["live"] == record["delivered"] == manifest_of(entries).combined
+    assert record["tokens"]
+
+
 def test_torchrun_starts_the_same_job(results, tmp_path):
     case, out = CASES["tp2"], tmp_path / "out"
     write_case(case, out)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    done = subprocess.run([*torchrun, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300, env=rank_environment())
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_torchrun(case, out)
     for left, right in zip(held(out, case.world, "end"), held(results(case), case.world, "end"), strict=True):
         assert left.keys() == right.keys()
         assert all(np.array_equal(bits(left[name]), bits(right[name])) for name in left)
