@@ -40,12 +40,16 @@ class RolloutEngine(Protocol):
         """``group_size`` samples for each prompt, in prompt order; log-probs at the sampling temperature."""
         ...
 
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> None:
-        """Deliver a complete set of weights into the running engine and reset its prefix cache."""
+    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
+        """Deliver a complete set of weights into the running engine and reset its prefix cache; returns the bytes moved."""
         ...
 
     def read_back(self) -> Iterator[ExportedTensor]:
         """Every FP8 tensor and scale of the live engine under its HF name, as views of the engine's own memory."""
+        ...
+
+    def sleep(self) -> None:
+        """Give up the memory that the configuration says until the next update or generation."""
         ...
 
     def close(self) -> None: ...

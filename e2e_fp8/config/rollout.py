@@ -26,6 +26,11 @@ class RolloutConfig(Section):
         description="KV cache size in GiB. None: 1 on the CPU, what gpu_memory_utilization leaves on a GPU. Set it where others use the "
         "same GPU, since vLLM's measurement of free memory fails when theirs changes.",
     )
+    sleep_level: Literal[0, 1, 2] = Field(
+        default=0,
+        description="What the engine gives up between generation and sync (GPU): 0 nothing; 1 the KV cache, with its own weights moved to "
+        "host memory; 2 both, as the next sync delivers all weights anew. Weights shared with the trainer always stay.",
+    )
     max_num_seqs: int = Field(default=128, ge=1, description="Sequences decoded together.")
     enforce_eager: bool = Field(default=True, description="Run without CUDA graphs and compilation.")
     moe_backend: Literal["deep_gemm", "triton"] = Field(default="deep_gemm", description="vLLM's FP8 MoE kernels on the GPU.")

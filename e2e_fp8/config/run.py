@@ -10,7 +10,11 @@ from e2e_fp8.config.base import Section
 class SyncConfig(Section):
     """Delivery of weights into the rollout engine."""
 
-    transport: Literal["local", "disk"] = Field(default="local", description="local: same process, no disk; disk: block-FP8 HF checkpoint.")
+    transport: Literal["local", "shared", "disk"] = Field(
+        default="local",
+        description="local: copy within the process; shared: trainer and engine are views of one storage, nothing is copied; "
+        "disk: block-FP8 HF checkpoint.",
+    )
     receipt: bool = Field(default=True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
 
 

@@ -33,6 +33,7 @@ def check_cross_fields(cfg: "Config") -> None:
         _check_tiles,
         _check_window,
         _check_minibatches,
+        _check_transport,
         _check_task,
     ):
         rule(cfg)
@@ -247,6 +248,15 @@ def _check_minibatches(cfg: "Config") -> None:
         raise ConfigError(
             f"training.minibatches_per_step is {cfg.training.minibatches_per_step}, but a step has only {cfg.rollout.prompts_per_step} "
             "prompts (rollout.prompts_per_step): a group is never split, so lower the first or raise the second."
+        )
+
+
+def _check_transport(cfg: "Config") -> None:
+    training, rollout = cfg.numerics.training_precision, cfg.numerics.rollout_precision
+    if cfg.sync.transport == "shared" and training != rollout:
+        raise ConfigError(
+            f"sync.transport is shared, but numerics.training_precision is {training} and rollout_precision {rollout}: the two sides can "
+            "only be one storage in one precision. Use sync.transport=local."
         )
 
 

@@ -38,6 +38,7 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
     with timer("rollout"):
         prompts = prompts_of_step(session.task.train, step, cfg.rollout.prompts_per_step, cfg.run.seed)
         samples = rollout.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
+        rollout.sleep()
     with timer("reward"):
         samples = [replace(s, reward=session.task.score(s.prompt, s.response_text)) for s in samples]
     advantages, groups = group_advantages(

@@ -10,8 +10,9 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.environment import prepare
-from e2e_fp8.orchestration.weight_sync import SyncReport, sync_weights
+from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
@@ -64,7 +65,14 @@ class Session:
     def start_rollout(self) -> VllmEngine:
         """Start the engine on first use; it is slow to start and the warm start does not need it."""
         if self.rollout is None:
-            self.rollout = VllmEngine(self.cfg, self.model_dir, self.task.tokenizer.eos_token_id, self.task.tokenizer.decode)
+            tokenizer = self.task.tokenizer
+            if self.cfg.sync.transport == "shared":
+                memory = TrainerMemory(
+                    tensors=lambda: exported_tensors(self.trainer, self.cfg), policy_version=lambda: self.trainer.policy_version
+                )
+                self.rollout = SharedVllmEngine(self.cfg, self.model_dir, tokenizer.eos_token_id, tokenizer.decode, memory)
+            else:
+                self.rollout = VllmEngine(self.cfg, self.model_dir, tokenizer.eos_token_id, tokenizer.decode)
         return self.rollout
 
     def sync(self) -> SyncReport:

@@ -26,7 +26,7 @@ class SyncReport:
 
     policy_version: int
     num_bytes: int
-    """Bytes of all delivered tensors."""
+    """Bytes copied into the engine; with the ``shared`` transport those of the tensors that are not one storage with the trainer's."""
     seconds: float
     """Export and delivery, until the engine can generate again."""
     receipt_seconds: float
@@ -60,7 +60,7 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     """
     started = time.perf_counter()
     tensors = list(exported_tensors(trainer, cfg))
-    _deliver(rollout, tensors, cfg, scratch, trainer.policy_version)
+    num_bytes = _deliver(rollout, tensors, cfg, scratch, trainer.policy_version)
     _device_synchronize(cfg)
     delivered = time.perf_counter()
     receipt = None
@@ -69,20 +69,19 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
         check_receipt(manifest_of(tensors), receipt, policy_version=trainer.policy_version)
     return SyncReport(
         policy_version=trainer.policy_version,
-        num_bytes=sum(t.tensor.numel() * t.tensor.element_size() for t in tensors),
+        num_bytes=num_bytes,
         seconds=delivered - started,
         receipt_seconds=time.perf_counter() - delivered,
         receipt=receipt,
     )
 
 
-def _deliver(rollout: VllmEngine, tensors: list[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> None:
-    if cfg.sync.transport == "local":
-        rollout.update_weights(iter(tensors), policy_version=policy_version)
-        return
+def _deliver(rollout: VllmEngine, tensors: list[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> int:
+    if cfg.sync.transport != "disk":
+        return rollout.update_weights(iter(tensors), policy_version=policy_version)
     shutil.rmtree(scratch, ignore_errors=True)
     write_hf_checkpoint(scratch, tensors, {})
-    rollout.update_weights_from_disk(scratch, policy_version=policy_version)
+    return rollout.update_weights_from_disk(scratch, policy_version=policy_version)
 
 
 def _device_synchronize(cfg: Config) -> None:

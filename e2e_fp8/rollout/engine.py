@@ -1,5 +1,6 @@
 """vLLM in the trainer's process, on CPU or CUDA: the rollout engine of :class:`e2e_fp8.protocols.RolloutEngine`."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
     args: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
-        "load_format": "dummy",
         "dtype": "bfloat16",
         "seed": cfg.run.seed,
         "generation_config": "vllm",
@@ -56,6 +56,7 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         if rollout.kv_cache_gib is not None:
             # vLLM still asks for its share to be free at the start
             args |= {"kv_cache_memory_bytes": rollout.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
+        args["enable_sleep_mode"] = rollout.sleep_level > 0
         if is_moe and fp8:
             args["moe_backend"] = rollout.moe_backend
     return args
@@ -97,6 +98,7 @@ class VllmEngine:
         self.eos_token_id = eos_token_id
         self.decode = decode
         self._requests = 0
+        self._asleep = False
         self._thread = EngineThread()
         self._llm: Any = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
 
@@ -114,13 +116,17 @@ class VllmEngine:
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         with preserved_process_state():
-            llm = LLM(**args)
+            llm = LLM(**args, load_format=self._load_format())
         if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
             from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 
             llm.apply_model(capture_unquantized_cpu_routing)
         llm.init_weight_transfer_engine({"init_info": {}})
         return llm
+
+    def _load_format(self) -> str:
+        """vLLM's loader; random weights until the first delivery."""
+        return "dummy"
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
         """``group_size`` samples for each prompt, in prompt order; ``group_id`` is the prompt's index in ``prompts``.
@@ -138,6 +144,8 @@ class VllmEngine:
             max_response_tokens=rollout.max_response_tokens,
             vocab_size=self.hf_config["vocab_size"],
         )
+        if self._asleep:
+            self._thread.run("wake-up", rollout.timeout_s, self._wake)
         phase = f"generation of {len(prompts)} x {group_size} samples"
         outputs = self._thread.run(phase, rollout.timeout_s, lambda: self._generate(prompts, group_size, seed))
         return [
@@ -200,28 +208,37 @@ class VllmEngine:
             policy_version=self.policy_version,
         )
 
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> None:
-        """Load a complete set of weights and reset the prefix cache; no copy through disk, no requantization.
+    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
+        """Load a complete set of weights and reset the prefix cache; no copy through disk, no requantization. Returns the bytes copied.
 
         Names, shapes and dtypes are compared with the model's before anything is written: EngineError otherwise. The tensors
         are read on this call only, so the caller may change them afterwards.
         """
-        from e2e_fp8.rollout.weight_transfer import discard, post
+        return self._write(self._checked(tensors), policy_version)
 
+    def _checked(self, tensors: Iterator[ExportedTensor]) -> dict[str, torch.Tensor]:
+        """The complete set by HF name. Raises EngineError when it is not exactly the model's."""
         delivered: dict[str, torch.Tensor] = {}
         for entry in tensors:
             if entry.name in delivered:
                 raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
             delivered[entry.name] = entry.tensor.detach()
         check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
+        return delivered
+
+    def _write(self, delivered: dict[str, torch.Tensor], policy_version: int) -> int:
+        """Copy checked tensors, all of the model's or those of whole layers, into the engine; returns their bytes."""
+        from e2e_fp8.rollout.weight_transfer import discard, post
+
         if self._in_place:
             self._update(lambda: self._copy_in_place(delivered), policy_version)
-            return
-        token = post(list(delivered.items()))
-        try:
-            self._update(lambda: self._layerwise_reload({"token": token}), policy_version)
-        finally:
-            discard(token)
+        else:
+            token = post(list(delivered.items()))
+            try:
+                self._update(lambda: self._layerwise_reload({"token": token}), policy_version)
+            finally:
+                discard(token)
+        return sum(tensor.numel() * tensor.element_size() for tensor in delivered.values())
 
     @property
     def _in_place(self) -> bool:
@@ -235,20 +252,23 @@ class VllmEngine:
     def _copy_in_place(self, delivered: dict[str, torch.Tensor]) -> None:
         """Write every tensor into the engine's own storage: no allocation, addresses kept, CUDA graphs stay valid."""
         parameters = self._parameters()
-        targets = [slot.view(parameters) for slot in self.layout]
-        sources = [delivered[slot.name] for slot in self.layout]
+        slots = [slot for slot in self.layout if slot.name in delivered]
+        targets = [slot.view(parameters) for slot in slots]
+        sources = [delivered[slot.name] for slot in slots]
         for element_bytes in sorted({t.element_size() for t in targets}):
             raw = _RAW_DTYPES[element_bytes]
             chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
             torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])  # pyright: ignore[reportPrivateImportUsage]
         torch.cuda.synchronize()
 
-    def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> None:
+    def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> int:
         """As :meth:`update_weights`, from the safetensors files of ``directory``."""
         from e2e_fp8.rollout.weight_transfer import read_directory
 
-        check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_directory(directory)})
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_directory(directory)}
+        check_delivery(self.layout, found)
         self._update(lambda: self._layerwise_reload({"directory": str(directory)}), policy_version)
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in found.values())
 
     def _layerwise_reload(self, update_info: dict[str, str]) -> None:
         """vLLM's own update, through the registered weight-transfer engine."""
@@ -260,6 +280,7 @@ class VllmEngine:
         """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version."""
 
         def transfer() -> None:
+            self._wake()
             write()
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
@@ -267,6 +288,21 @@ class VllmEngine:
         self.policy_version = None
         self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
         self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Release memory as ``rollout.sleep_level`` says until the next update, or at level 1 the next generation."""
+        level = self.cfg.rollout.sleep_level
+        if level == 0 or self._asleep:
+            return
+        self._thread.run("sleep", self.cfg.rollout.timeout_s, lambda: self._llm.sleep(level=level))
+        self._asleep = True
+        if level == 2:
+            self.policy_version = None
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def read_back(self) -> Iterator[ExportedTensor]:
         """Every FP8 weight and ``weight_scale_inv`` of the live model under its HF name, as views of the engine's memory.

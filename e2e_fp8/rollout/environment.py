@@ -55,6 +55,8 @@ def check_environment(cfg: Config, environ: Mapping[str, str], *, device: str) -
             "numerics.scale_format=pow2 is not supported with FP8 rollout on CUDA: vLLM would either requantize the weights or "
             "quantize activations to FP32 scales. Use numerics.scale_format=fp32, or the CPU backend."
         )
+    if device == "cpu" and cfg.rollout.sleep_level:
+        raise ConfigError(f"rollout.sleep_level is {cfg.rollout.sleep_level}, but vLLM's CPU build cannot sleep. Set it to 0.")
     if cfg.rollout.tensor_parallel != 1:
         raise ConfigError(
             f"rollout.tensor_parallel is {cfg.rollout.tensor_parallel}, but the in-process engine drives one device. Set it to 1."

@@ -5,12 +5,14 @@ vLLM swallows errors of plugins and goes on without them: :mod:`e2e_fp8.rollout.
 
 
 def register() -> None:
-    """Register the weight-transfer engine, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once."""
+    """Register the weight-transfer engine and the shared loader, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from e2e_fp8.rollout.shared_loader import register_shared_loader
     from e2e_fp8.rollout.weight_transfer import BACKEND
 
+    register_shared_loader()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "e2e_fp8.rollout.weight_transfer", "LocalWeightTransferEngine")
     if current_platform.is_cpu():

@@ -105,7 +105,7 @@ class EngineOrderSelfAttention(SelfAttention):
         """
         width = self.hidden_size_per_attention_head
         rows = [count * width for count in (self.num_attention_heads_per_partition, *[self.num_query_groups_per_partition] * 2)]
-        if output_gate or not split_qkv or self.config.num_query_groups < self.world_size:
+        if output_gate or not split_qkv or self.num_query_groups_per_partition * self.world_size != self.config.num_query_groups:
             raise ConfigError("The trainer's attention has no output gate, no fused rotary path and at least one key/value head a rank.")
         mixed, _ = self.linear_qkv(hidden_states)
         query, key, value = mixed.split(rows, dim=-1)

@@ -9,8 +9,10 @@ import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.formats import TILE
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.patching import apply_all
+from e2e_fp8.training.ground import local_expert_weights
 from e2e_fp8.training.parallel import Parameter
 from e2e_fp8.training.weights import hf_modules_of
 from megatron_patches.cpu_device import megatron_on_cpu
@@ -80,6 +82,9 @@ class CpuGround:
             spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
         return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=rms_norm)  # pyright: ignore[reportArgumentType]
 
+    def arrange_parameters(self, model: torch.nn.Module) -> None:
+        """Nothing: the codes, not the parameters, are what the engine may share."""
+
     def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Enable FP8 in every planned linear; all linears of the layers must be of this package's classes."""
         from e2e_fp8.training.fp8_linear import BlockFp8Mixin, LinearRecipe
@@ -100,8 +105,22 @@ class CpuGround:
             if wanted.pop():
                 linear.enable_fp8(recipe)
                 self._linear_of[id(linear.weight)] = linear
+        self._stack_experts(linears)
         if plan.training_fp8 and not self._linear_of:
             raise ConfigError("numerics.training_precision is fp8, but numerics.high_precision_modules leaves no linear in FP8.")
+
+    def _stack_experts(self, linears: Sequence[Parameter]) -> None:
+        """One block of memory for the codes of a layer's experts, in order, as the rollout engine stacks them."""
+        weights = {entry.name: entry.weight for entry in linears}
+        for names in local_expert_weights(weights):
+            experts = [self._linear_of[id(weights[name])] for name in names if id(weights[name]) in self._linear_of]
+            if not experts:
+                continue
+            rows, columns = experts[0].weight.shape
+            codes_ENK = torch.empty(len(experts), rows, columns, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            scale_inv_Enk = torch.empty(len(experts), -(-rows // TILE), -(-columns // TILE))
+            for linear, codes, scale_inv in zip(experts, codes_ENK, scale_inv_Enk, strict=True):
+                linear.place_quantized_weight(codes, scale_inv)
 
     def after_parameter_sync(self) -> None:
         """Quantize every FP8 linear's BF16 weight."""

@@ -12,6 +12,7 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.training.ground import local_expert_weights
 from e2e_fp8.training.parallel import Parameter, local_device_index
 from e2e_fp8.training.weights import hf_modules_of
 
@@ -96,6 +97,15 @@ class CudaGround:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
+    def arrange_parameters(self, model: torch.nn.Module) -> None:
+        """Register each layer's experts last to first: Megatron fills its buffer from the last parameter, so they lie in order there."""
+        for names in local_expert_weights(name for name, _ in model.named_parameters()):
+            module_name, _, _ = names[0].rpartition(".")
+            parameters = model.get_submodule(module_name)._parameters
+            for name in reversed(names):
+                leaf = name.rpartition(".")[2]
+                parameters[leaf] = parameters.pop(leaf)
+
     def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
         for entry in linears:
@@ -109,6 +119,7 @@ class CudaGround:
                 raise ConfigError(f"{name} is a {type(parameter).__name__}: it would not run in {self._precision_name(plan)}.")
         if plan.training_fp8:
             self._check_quantizers(linears)
+            self._stack_expert_scales(linears)
 
     @staticmethod
     def _precision_name(plan: QuantizationPlan) -> str:
@@ -130,6 +141,16 @@ class CudaGround:
                     )
         if not seen:
             raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")
+
+    @staticmethod
+    def _stack_expert_scales(linears: Sequence[Parameter]) -> None:
+        """One block of memory for the scales of a layer's experts, in order; Transformer Engine writes scales in place."""
+        weight_of: dict[str, Any] = {entry.name: entry.weight for entry in linears}
+        for names in local_expert_weights(weight_of):
+            weights = [weight_of[name] for name in names]
+            stacked = torch.stack([weight._rowwise_scale_inv for weight in weights])
+            for weight, scale_inv in zip(weights, stacked, strict=True):
+                weight._rowwise_scale_inv = scale_inv
 
     def after_parameter_sync(self) -> None:
         """Nothing: the parameters are the bytes."""

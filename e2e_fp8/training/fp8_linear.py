@@ -45,6 +45,11 @@ class BlockFp8Mixin:
     quantized_weight: BlockScaled | None = None
     _quantized_version: int = -1
 
+    def place_quantized_weight(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Keep the codes ``[N, K]`` and scales in the given memory from the next refresh on."""
+        self.quantized_weight = BlockScaled(codes, scale_inv, "128x128")
+        self._quantized_version = -1
+
     def enable_fp8(self, recipe: LinearRecipe) -> None:
         """Switch this linear to FP8.
 
@@ -56,16 +61,21 @@ class BlockFp8Mixin:
         self.recipe = recipe
 
     def refresh_quantized_weight(self) -> None:
-        """Quantize the current BF16 weight; call after every parameter sync."""
+        """Quantize the current BF16 weight, into the same memory as before; call after every parameter sync."""
         if self.recipe is None:
             return
-        self.quantized_weight = quantize_blockwise(
+        fresh = quantize_blockwise(
             self.weight.detach(),
             self.recipe.forward_format,
             "128x128",
             power_2_scale=self.recipe.power_2_scale,
             amax_epsilon=self.recipe.amax_epsilon,
         )
+        if self.quantized_weight is None:
+            self.quantized_weight = fresh
+        else:
+            self.quantized_weight.codes.view(torch.uint8).copy_(fresh.codes.view(torch.uint8))
+            self.quantized_weight.scale_inv.copy_(fresh.scale_inv)
         self._quantized_version = self.weight._version
 
     def _forward_impl(

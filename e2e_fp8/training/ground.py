@@ -1,16 +1,20 @@
 """What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 
 if TYPE_CHECKING:
     from e2e_fp8.training.parallel import Parameter
+
+_EXPERT_WEIGHT = re.compile(r"(.*\.local_experts\.)(\d+)(\.linear_fc[12])\.weight")
 
 
 class Ground(Protocol):
@@ -50,6 +54,10 @@ class Ground(Protocol):
         """
         ...
 
+    def arrange_parameters(self, model: torch.nn.Module) -> None:
+        """Before Megatron lays the parameters out in its buffers: bring the experts of a layer into the engine's order."""
+        ...
+
     def configure_precision(self, linears: Sequence["Parameter"], plan: QuantizationPlan) -> None:
         """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
 
@@ -72,3 +80,14 @@ class Ground(Protocol):
 
     def rng_state(self) -> dict[str, torch.Tensor]: ...
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+def local_expert_weights(names: Iterable[str]) -> Iterator[list[str]]:
+    """For each layer and each of fc1 and fc2, the parameters among ``names`` of this rank's experts in ascending order."""
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        match = _EXPERT_WEIGHT.fullmatch(neutral_name(name))
+        if match is not None:
+            groups.setdefault(match[1] + match[3], []).append((int(match[2]), name))
+    for members in groups.values():
+        yield [name for _, name in sorted(members)]

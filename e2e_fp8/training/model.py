@@ -146,6 +146,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
         parallel_output=True,
         vp_stage=stage,
     ).to(ground.device)
+    ground.arrange_parameters(model)
     if model.post_process:
         Fp32OutputLayer.become(model.output_layer)
     model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]

@@ -107,6 +107,17 @@ def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path
     assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
 
 
+def test_shared_memory_run_is_the_same_run_and_copies_less(straight, tmp_path):
+    done = run(train_command(tmp_path, "shared", "run.steps=4", "run.checkpoint_interval=0", "sync.transport=shared"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared = tmp_path / "shared"
+    assert [r["digest"] for r in records(shared, "receipts.jsonl")] == [r["digest"] for r in records(straight, "receipts.jsonl")]
+    copied, whole = ({r["sync/bytes"] for r in records(d) if r["phase"] == 1.0} for d in (shared, straight))
+    assert len(copied) == len(whole) == 1
+    # what vLLM's CPU build repacks: embedding, head and routers; no FP8 byte
+    assert 0 < copied.pop() < whole.pop() - records(shared, "receipts.jsonl")[-1]["bytes"]
+
+
 def test_second_interrupt_stops_at_once_and_keeps_the_last_checkpoint(tmp_path):
     words = train_command(tmp_path, "twice", "run.steps=50", "run.checkpoint_interval=1", "training.minibatches_per_step=1")
     code, stderr = interrupt_after(words, tmp_path / "twice" / "metrics.jsonl", lines=4, signals=2)

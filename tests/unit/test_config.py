@@ -160,6 +160,10 @@ def test_every_wrong_field_gets_its_own_line():
         ({"model": {"moe_intermediate_size": 100}}, ("model.moe_intermediate_size is 100", "experts.0.gate_proj", "use 128")),
         ({"model": {"architecture": "qwen3", "intermediate_size": 300}}, ("model.intermediate_size is 300", "mlp.down_proj", "256 or 384")),
         ({"model": {"head_dim": 64, "num_attention_heads": 4}}, ("model.num_key_value_heads x model.head_dim is 64", "k_proj")),
+        (
+            {"sync": {"transport": "shared"}, "numerics": {"training_precision": "bf16"}},
+            ("sync.transport is shared", "training_precision is bf16", "sync.transport=local"),
+        ),
     ],
 )
 def test_cross_field_mistakes_name_the_rule_and_the_remedy(values, parts):

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Seconds and bytes of weight syncs at published model sizes, beside a device copy of the same bytes and the BF16 path of peers.
+
+    benchmarks/transports.py {qwen3-8b|qwen3-30b-a3b|tiny} {shared|local} [--rounds 5] [--backend cuda|cpu]
+
+The trainer's memory is stood in for by random FP8 codes laid out as the trainer lays them out (one block for each of vLLM's parameters);
+the receiving side is a real vLLM engine of that size. ``local`` also measures the path of other projects: BF16 weights, quantized by
+vLLM's own block quantizer, loaded by vLLM's own reload. vLLM allows one engine a process, so there is one run for each transport.
+Prints one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from e2e_fp8.config.load import parse_config
+from e2e_fp8.orchestration.environment import prepare
+
+COMMON = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 128}
+COMMON |= {"max_position_embeddings": 40960, "tie_word_embeddings": False}
+MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "mlp_only_layers": []}
+MOE |= {"norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096}
+    | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288},
+    "qwen3-30b-a3b": MOE
+    | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    "tiny": MOE
+    | {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Published dimensions; weights are random."""
+
+
+def hf_config(name: str) -> dict[str, Any]:
+    """config.json of the model with the block-FP8 quantization_config."""
+    config = COMMON | MODELS[name]
+    skipped = ["lm_head"] + [f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]) if "num_experts" in config]
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return config | {"quantization_config": quantization | {"modules_to_not_convert": skipped}}
+
+
+def trainer_memory(layout: list, device: Any) -> dict[str, Any]:
+    """Random weights under HF names, one block of memory for each of vLLM's parameters."""
+    import torch
+
+    slots_of: dict[str, list] = {}
+    for slot in layout:
+        slots_of.setdefault(slot.parameter, []).append(slot)
+    tensors = {}
+    for slots in slots_of.values():
+        dtype = slots[0].dtype
+        block = torch.empty(sum(torch.Size(s.shape).numel() for s in slots), dtype=dtype, device=device)
+        if dtype == torch.float8_e4m3fn:
+            block.view(torch.uint8).random_(0, 120)
+        else:
+            block.uniform_(0.01, 0.02)
+        start = 0
+        for slot in sorted(slots, key=lambda s: (s.expert or 0, s.row)):
+            size = torch.Size(slot.shape).numel()
+            tensors[slot.name] = block[start : start + size].view(slot.shape)
+            start += size
+    return tensors
+
+
+def timed(call: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Median and minimum of wall seconds, device idle before and after."""
+    import torch
+
+    seconds = []
+    for _ in range(rounds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return {"median": statistics.median(seconds), "min": min(seconds)}
+
+
+def device_copy(num_bytes: int, device: Any) -> Callable[[], object]:
+    """A plain copy of that many bytes, in pieces of at most 2 GiB between the same two buffers."""
+    import torch
+
+    piece = min(num_bytes, 2 << 30)
+    source = torch.zeros(piece, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    pieces = [min(piece, num_bytes - start) for start in range(0, num_bytes, piece)]
+    return lambda: [target[:size].copy_(source[:size]) for size in pieces]
+
+
+def quantized_from_bf16(layout: list, device: Any) -> Iterator[tuple[str, Any]]:
+    """What peers send: each BF16 weight through vLLM's block quantizer, everything else as it is."""
+    import torch
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    masters: dict[tuple[int, ...], Any] = {}
+    for slot in layout:
+        if slot.name.endswith("_scale_inv"):
+            continue
+        if slot.shape not in masters:
+            masters[slot.shape] = torch.empty(slot.shape, dtype=torch.bfloat16, device=device).uniform_(-0.02, 0.02)
+        if not slot.fp8:
+            yield slot.name, masters[slot.shape]
+            continue
+        codes, scale_inv = per_block_cast_to_fp8(masters[slot.shape], [128, 128], use_ue8m0=False)
+        yield slot.name, codes
+        yield slot.name + "_scale_inv", scale_inv
+
+
+def run_config(args: argparse.Namespace, model: dict[str, Any]) -> Any:
+    """The run configuration whose rollout section starts the engine; the model section is not used by it."""
+    rollout = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 1, "capture_routed_experts": False}
+    values = {"run": {"backend": args.backend}, "rollout": rollout, "model": {"max_position_embeddings": 256}}
+    values["sync"] = {"transport": args.transport}
+    return prepare(parse_config(values))
+
+
+def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """One engine, all measurements of its transport."""
+    model = hf_config(args.model)
+    (scratch / "config.json").write_text(json.dumps(model))
+    cfg = run_config(args, model)
+    import torch
+
+    from e2e_fp8.numerics.metrics import tensor_digests
+    from e2e_fp8.rollout.engine import VllmEngine
+    from e2e_fp8.rollout.engine_layout import engine_layout
+    from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
+    from e2e_fp8.types import ExportedTensor
+
+    device = torch.device(cfg.run.backend)
+    layout = engine_layout(model)
+    tensors = trainer_memory(layout, device)
+    entries = [ExportedTensor(name=name, tensor=tensor) for name, tensor in tensors.items()]
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    if args.transport == "shared":
+        memory = TrainerMemory(tensors=lambda: entries, policy_version=lambda: 0)
+        engine: VllmEngine = SharedVllmEngine(cfg, scratch, 0, str, memory)
+    else:
+        engine = VllmEngine(cfg, scratch, 0, str)
+    result: dict[str, Any] = {"model": args.model, "transport": args.transport, "tensors": len(entries), "bytes": num_bytes}
+    result["bytes_copied"] = engine.update_weights(iter(entries), policy_version=0)
+    result["engine_bytes_beside_trainer"] = (torch.cuda.memory_allocated() - before) if device.type == "cuda" else 0
+    result["sync_seconds"] = timed(lambda: engine.update_weights(iter(entries), policy_version=0), args.rounds)
+    names = [slot.name for slot in layout if slot.fp8]
+    live = {entry.name: entry.tensor for entry in engine.read_back()}
+    result["receipt_seconds_one_side"] = timed(lambda: tensor_digests([live[n] for n in names]), 2)
+    result["receipt_equal"] = tensor_digests([live[n] for n in names]) == tensor_digests([tensors[n] for n in names])
+    result["device_copy_seconds"] = timed(device_copy(num_bytes, device), args.rounds)
+    if args.transport == "local" and device.type == "cuda":
+        result["bf16_quantize_reload_seconds"] = timed(lambda: reload_quantized(engine, layout, device), max(2, args.rounds // 2))
+    engine.close()
+    result["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return result
+
+
+def reload_quantized(engine: Any, layout: list, device: Any) -> None:
+    """Quantize and load everything by vLLM's layerwise reload."""
+    from e2e_fp8.rollout.weight_transfer import post
+
+    token = post(quantized_from_bf16(layout, device))
+    engine._update(lambda: engine._layerwise_reload({"token": token}), 0)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("transport", choices=("shared", "local"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(json.dumps(measure(args, Path(scratch)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
