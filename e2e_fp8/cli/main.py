@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from e2e_fp8.cli.plan import add_plan
 from e2e_fp8.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ examples:
   e2e-fp8 eval runs/quickstart --samples 4                  held-out reward of a finished run
   e2e-fp8 export runs/quickstart --out quickstart-fp8       block-FP8 Hugging Face checkpoint
   e2e-fp8 report runs/quickstart                            self-contained report.html
+  e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
 
 Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor), 2 a mistake in what was
 asked (one sentence says which), 130 interrupted.
@@ -53,13 +55,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,report,doctor,config}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,report,doctor,config,plan}")
     _add_train(commands)
     _add_eval(commands)
     _add_export(commands)
     _add_report(commands)
     _add_doctor(commands)
     _add_config(commands)
+    add_plan(commands)
     return parser
 
 

@@ -13,7 +13,7 @@ from e2e_fp8.layout.families import FP8_DTYPE, Fp8Predicate, LayerKind, ModelSha
 from e2e_fp8.layout.megatron import QkvOrder, Spec
 from e2e_fp8.layout.parallel import EngineParallel, EngineRank, MegatronParallel, MegatronRank
 from e2e_fp8.layout.shards import Part, Range, ShardedParameter
-from e2e_fp8.layout.tiles import TILE, tiles
+from e2e_fp8.layout.tiles import TILE, touched
 
 _ITEM_BYTES = {FP8_DTYPE: 1, "bfloat16": 2, "float32": 4}
 _SCALE_BYTES = 4
@@ -54,14 +54,14 @@ class Copy(NamedTuple):
             self.source_col // TILE,
             self.target_row // TILE,
             self.target_col // TILE,
-            tiles(self.rows),
-            tiles(self.cols),
+            touched(self.target_row, self.rows),
+            touched(self.target_col, self.cols),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes moved, scales included."""
-        return copy_bytes(self.rows, self.cols, self.dtype)
+        return copy_bytes((self.target_row, self.rows), (self.target_col, self.cols), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Stencil:
     @property
     def nbytes(self) -> int:
         """Bytes moved, scales included."""
-        return copy_bytes(self.rows, self.cols, self.target.dtype)
+        return copy_bytes((self.target_row, self.rows), (self.target_col, self.cols), self.target.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Holding:
     part: Part
 
 
-def copy_bytes(rows: int, cols: int, dtype: str) -> int:
-    """Bytes of a rectangle, with its scale tiles under FP8."""
-    scales = _SCALE_BYTES * tiles(rows) * tiles(cols) if dtype == FP8_DTYPE else 0
-    return rows * cols * _ITEM_BYTES[dtype] + scales
+def copy_bytes(rows: tuple[int, int], cols: tuple[int, int], dtype: str) -> int:
+    """Bytes of a rectangle, given as ``(start, size)`` in the target, with the scale tiles it lies in under FP8."""
+    scales = _SCALE_BYTES * touched(*rows) * touched(*cols) if dtype == FP8_DTYPE else 0
+    return rows[1] * cols[1] * _ITEM_BYTES[dtype] + scales
 
 
 class Plan:
@@ -119,7 +119,22 @@ class Plan:
     """
 
     def __init__(
-        self,
+        self, shape: ModelShape, train: MegatronParallel, rollout: EngineParallel, *, qkv_order: QkvOrder = "megatron", spec: Spec = "te"
+    ) -> None:
+        """Raises LayoutError when the layers do not divide; nothing is composed yet, and other sizes are checked on the way."""
+        self.shape = shape
+        self.train, self.rollout = train, rollout
+        self.qkv_order: QkvOrder = qkv_order
+        self.spec: Spec = spec
+        self._home = _homes(shape, train)
+        self._holdings: dict[LayerKind, dict[str, list[Holding]]] = {}
+        self._stencils: dict[tuple[LayerKind, bool, int], list[Stencil]] = {}
+        self._top_held: dict[str, list[Holding]] | None = None
+        self._top: dict[int, tuple[list[Stencil], list[Stencil]]] = {}
+
+    @classmethod
+    def from_config(
+        cls,
         hf_config: Mapping[str, Any],
         train: MegatronParallel,
         rollout: EngineParallel,
@@ -127,18 +142,11 @@ class Plan:
         qkv_order: QkvOrder = "megatron",
         spec: Spec = "te",
         fp8: Fp8Predicate | None = None,
-    ) -> None:
-        """Raises LayoutError when the sizes do not divide; nothing is composed yet."""
-        self.shape = model_shape(hf_config, fp8)
-        self.train, self.rollout = train, rollout
-        self.qkv_order: QkvOrder = qkv_order
-        self.spec: Spec = spec
-        engine.check_expert_ranks(self.shape, rollout)
-        self._home = _homes(self.shape, train)
-        self._holdings: dict[LayerKind, dict[str, list[Holding]]] = {}
-        self._stencils: dict[tuple[LayerKind, bool, int], list[Stencil]] = {}
-        self._top_held: dict[str, list[Holding]] | None = None
-        self._top: dict[int, tuple[list[Stencil], list[Stencil]]] = {}
+    ) -> "Plan":
+        """The plan for the model with this config.json; see ``families.model_shape`` for ``fp8``. Raises LayoutError."""
+        shape = model_shape(hf_config, fp8)
+        engine.check_expert_ranks(shape, rollout)
+        return cls(shape, train, rollout, qkv_order=qkv_order, spec=spec)
 
     def copies(self, target_rank: int, *, source_rank: int | None = None) -> Iterator[Copy]:
         """Copies into one engine rank, in the order of the engine's parameters; from one trainer rank if ``source_rank`` is given."""
@@ -190,14 +198,15 @@ class Plan:
         }
 
     def templates(self) -> Iterator[tuple[LayerKind | None, list[Stencil]]]:
-        """Stencils of each distinct block over every distinct engine rank; None is the block outside the layers."""
-        for tensor in range(self.rollout.tensor):
+        """Stencils of each block, None being what is outside the layers, for every engine rank that differs in more than which
+        experts it has."""
+        rollout = self.rollout
+        for tensor in range(rollout.tensor):
             yield from ((None, stencils) for stencils in self._top_stencils(tensor))
         for kind in self.shape.distinct_kinds:
-            for tensor in range(self.rollout.tensor):
-                yield kind, self._dense_stencils(kind, tensor)
-            for expert in range(self.rollout.engine_size if kind.moe else 0):
-                yield kind, self._expert_stencils(kind, expert)
+            yield from ((kind, self._dense_stencils(kind, tensor)) for tensor in range(rollout.tensor))
+            cuts = 1 if rollout.expert else rollout.engine_size
+            yield from ((kind, self._expert_stencils(kind, expert)) for expert in range(cuts if kind.moe else 0))
 
     def _blocks(self, place: EngineRank) -> Iterator[tuple[int, int, str, str, list[Stencil]]]:
         """``(stage, chunk, trainer's prefix, HF and engine prefix, stencils)`` of every block."""

@@ -1,8 +1,7 @@
-"""Build vLLM's real model classes without storage and write down every parameter: name, shape, dtype.
+"""Build vLLM's real model classes, without an engine, and write down every parameter: name, shape, dtype.
 
 Usage: ``python engine_parameters_process.py RANK WORLD_SIZE PORT CASES.json OUT.json``. Each case has an HF config and parallel
-sizes (tensor x data = world size). Groups are real gloo groups between WORLD_SIZE processes; only the tensors are on torch's
-meta device.
+sizes (tensor x data = world size). Groups are real gloo groups between WORLD_SIZE processes.
 """
 
 import gc
@@ -69,8 +68,7 @@ def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, l
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device("meta"):
-                model = initialize_model(config)
+            model = initialize_model(config)
         finally:
             torch.set_default_dtype(previous)
             parallel_state.destroy_model_parallel()
@@ -78,7 +76,8 @@ def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, l
 
 
 def main(rank: int, world_size: int, port: int, cases: Path, out: Path) -> None:
-    os.environ.update(_ENGINE)
+    # the executor, which is left out here, names the shared memory of one engine's ranks
+    os.environ.update(_ENGINE, VLLM_DIST_IDENT=f"names-{port}")
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
