@@ -5,6 +5,7 @@ Transformer Engine spec (``experts.linear_fc1.weight3``, ``linear_qkv.layer_norm
 """
 
 import re
+from typing import Literal
 
 _LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -23,12 +24,26 @@ _TOP = {
     "output_layer.weight": "lm_head.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER_NUMBER = re.compile(r"^decoder\.layers\.\d+\.")
+_EXPERT_NUMBER = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)\d+")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+
+
+QKV_ORDER: Literal["megatron", "engine"] = "engine"
+"""Order of the rows of ``linear_qkv`` in this trainer (training.attention splits them so), by the layout's names."""
+
+
+def whole_model_name(local_name: str, layer: int | None, expert: int | None) -> str:
+    """Name of a parameter of one model chunk with the numbers that layer and expert (if any) have in the whole model."""
+    if layer is None:
+        return local_name
+    name = _LAYER_NUMBER.sub(f"decoder.layers.{layer}.", local_name)
+    return name if expert is None else _EXPERT_NUMBER.sub(rf"\g<1>{expert}", name)
 
 
 def neutral_name(megatron_name: str) -> str:

@@ -10,7 +10,11 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, ge=1, description="Tensor parallel size.")
     pipeline: int = Field(default=1, ge=1, description="Pipeline parallel size.")
-    expert: int = Field(default=1, ge=1, description="Expert parallel size.")
+    virtual_pipeline: int = Field(
+        default=1, ge=1, description="Chunks of layers of each pipeline rank (interleaved schedule); above 1 only with pipeline above 1."
+    )
+    expert: int = Field(default=1, ge=1, description="Expert parallel size: each rank of the group holds whole experts.")
+    expert_tensor: int = Field(default=1, ge=1, description="Tensor parallel size inside experts, instead of ``tensor``.")
     context: int = Field(default=1, ge=1, description="Context parallel size.")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.tiles import TILE as BLOCK
+from e2e_fp8.rank_grid import divided_sizes
 
 if TYPE_CHECKING:
     from e2e_fp8.config.model import ModelConfig
@@ -40,10 +41,25 @@ def check_cross_fields(cfg: "Config") -> None:
 
 
 def _check_parallel(cfg: "Config") -> None:
-    sizes = {f"training.parallel.{name}": getattr(cfg.training.parallel, name) for name in type(cfg.training.parallel).model_fields}
-    for name, size in sizes.items():
-        if size > 1:
-            raise ConfigError(f"{name} is {size}, but sizes above 1 are not implemented yet: set it to 1.")
+    parallel, model = cfg.training.parallel, cfg.model
+    if parallel.context > 1:
+        raise ConfigError(f"training.parallel.context is {parallel.context}, but sizes above 1 are not implemented yet: set it to 1.")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"training.parallel.virtual_pipeline is {parallel.virtual_pipeline}, but training.parallel.pipeline is 1: chunks of layers "
+            "alternate between pipeline ranks, so set it to 1 or raise the pipeline size."
+        )
+    for name in ("expert", "expert_tensor"):
+        if getattr(parallel, name) > 1 and not model.is_moe:
+            raise ConfigError(
+                f"training.parallel.{name} is {getattr(parallel, name)}, but {model.architecture} has no experts: set it to 1."
+            )
+    for field, value, divisor_field, divisor in divided_sizes(parallel, model):
+        if value % divisor:
+            raise ConfigError(
+                f"model.{field} is {value}, which training.parallel.{divisor_field} = {divisor} does not divide: "
+                "every rank holds an equal share, so change one of them."
+            )
 
 
 def _check_placement(cfg: "Config") -> None:

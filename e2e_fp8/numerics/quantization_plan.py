@@ -7,6 +7,7 @@ from typing import Any
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import BLOCK, linear_modules
+from e2e_fp8.rank_grid import RankGrid
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -55,13 +56,18 @@ class QuantizationPlan:
             "modules_to_not_convert": self.ignored_layers(model),
         }
 
-    def misaligned(self, model: ModelConfig) -> list[str]:
-        """FP8 modules whose blocks would be cut, each as ``name [N, K]: reason``; empty when every block is whole."""
+    def misaligned(self, model: ModelConfig, grid: RankGrid | None = None) -> list[str]:
+        """FP8 modules whose blocks would be cut, each as ``name [N, K]: reason``; empty when every block is whole.
+
+        With a ``grid`` of several tensor ranks, [N, K] is the share of one rank.
+        """
         found = []
-        for name, out_features, in_features in hf_linear_modules(model):
+        for name, *shape in hf_linear_modules(model):
+            out_features, in_features = (grid or RankGrid()).linear_share(name, *shape)
             reason = self._misalignment(name, out_features, in_features) if self.is_fp8(name) else None
             if reason:
-                found.append(f"{name} [{out_features}, {in_features}]: {reason}")
+                share = "" if [out_features, in_features] == shape else f", each rank's share of {shape}"
+                found.append(f"{name} [{out_features}, {in_features}]{share}: {reason}")
         return found
 
     def _misalignment(self, name: str, out_features: int, in_features: int) -> str | None:

@@ -17,6 +17,7 @@ from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
+from e2e_fp8.training.parallel import world_size
 
 
 def write_model_dir(cfg: Config, task: Task, model_dir: Path) -> None:
@@ -94,7 +95,17 @@ class Session:
 
 
 def open_session(cfg: Config, model_dir: Path) -> Session:
-    """Prepare the environment, then build task and trainer; the engine starts on first use."""
+    """Prepare the environment, then build task and trainer; the engine starts on first use.
+
+    Raises:
+        ConfigError: the process is one of several ranks, or the configuration cannot run here.
+    """
+    ranks = world_size()
+    if ranks > 1:
+        raise ConfigError(
+            f"The job has {ranks} ranks, but the loop drives one trainer process: handing samples from rank 0 to the others is not "
+            "implemented. Start one process; a trainer of several ranks can be used as a library (e2e_fp8.training.engine)."
+        )
     cfg = prepare(cfg)
     if cfg.run.threads:
         import torch

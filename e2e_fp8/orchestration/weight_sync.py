@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
+from e2e_fp8.export.gather import gather_hf, sources_of
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
+from e2e_fp8.layout import hf_tensors
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
@@ -46,11 +49,21 @@ class SyncReport:
 
 
 def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
-    """HF-named tensors for the rollout engine. With an FP8 trainer these are its own bytes; otherwise see export.rollout_only."""
-    tensors = to_hf(trainer.named_local_weights(), cfg.model)
+    """HF-named tensors for the rollout engine. With an FP8 trainer these are its own bytes; otherwise see export.rollout_only.
+
+    Of several trainer ranks, rank 0 gets the tensors and the others send theirs: all have to run the iterator to its end.
+    """
+    tensors = gathered(trainer, cfg) if trainer.grid.world > 1 else to_hf(trainer.named_local_weights(), cfg.model)
     if cfg.numerics.rollout_precision == "fp8" and cfg.numerics.training_precision == "bf16":
         return quantize_for_rollout(tensors, QuantizationPlan.from_config(cfg))
     return tensors
+
+
+def gathered(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
+    """The trainer's weights as whole tensors on rank 0, one at a time."""
+    layouts = [trainer.layout_of(rank) for rank in range(trainer.grid.world)]
+    tensors = list(hf_tensors(to_hf_config(cfg.model, None), trainer.is_fp8_module))
+    return gather_hf(trainer.named_local_weights(), tensors, sources_of(tensors, layouts), device=trainer.device)
 
 
 def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scratch: Path) -> SyncReport:

@@ -1,8 +1,9 @@
 """CPU ground: gloo, Megatron's local layer spec, block-FP8 linears of this package."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,6 +13,7 @@ from e2e_fp8.numerics.formats import TILE
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.patching import apply_all
 from e2e_fp8.training.ground import local_expert_weights
+from e2e_fp8.training.parallel import Parameter
 from e2e_fp8.training.weights import hf_modules_of
 from megatron_patches.cpu_device import megatron_on_cpu
 
@@ -21,6 +23,7 @@ class CpuGround:
 
     device = torch.device("cpu")
     process_group_backend = "gloo"
+    spec: Literal["te", "local"] = "local"
     token_multiple = 1
 
     def __init__(self) -> None:
@@ -31,10 +34,13 @@ class CpuGround:
         return megatron_on_cpu()
 
     def prepare(self) -> None:
-        """Apply the registered Megatron patches."""
+        """Apply the registered Megatron patches; nothing is drawn during training, so Megatron's forks of CUDA generators do nothing."""
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
         from megatron_patches.registry import CPU_PATCHES
 
         apply_all(CPU_PATCHES)
+        initialize_rng_tracker(inference_rng_tracker=True)
 
     def transformer_kwargs(self, cfg: Config) -> dict[str, Any]:
         """No fused kernels; FP8 is done by the linears, never by ``fp8=``, which Megatron ignores without Transformer Engine."""
@@ -48,15 +54,17 @@ class CpuGround:
         """Nothing beyond the common settings."""
         return {}
 
-    def layer_spec(self, cfg: Config) -> Any:
-        """Megatron's local spec with this package's linears, also inside experts, and PackedAttention."""
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
+        """Megatron's local spec with this package's linears, also inside experts, norms and PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.mlp import MLP, MLPSubmodules
         from megatron.core.transformer.moe.experts import SequentialMLP
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
         from e2e_fp8.training.attention import EngineOrderSelfAttention, PackedAttention
         from e2e_fp8.training.fp8_linear import BlockFp8ColumnParallelLinear, BlockFp8RowParallelLinear
+        from e2e_fp8.training.norm import rms_norm
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
@@ -65,25 +73,26 @@ class CpuGround:
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
         attention.core_attention = PackedAttention
+        attention.q_layernorm = attention.k_layernorm = rms_norm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = rms_norm  # pyright: ignore[reportAttributeAccessIssue]
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
         if cfg.model.is_moe:
             spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
-        return spec
+        return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=rms_norm)  # pyright: ignore[reportArgumentType]
 
     def arrange_parameters(self, model: torch.nn.Module) -> None:
         """Nothing: the codes, not the parameters, are what the engine may share."""
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Enable FP8 in every planned linear; all linears of the layers must be of this package's classes."""
         from e2e_fp8.training.fp8_linear import BlockFp8Mixin, LinearRecipe
-        from e2e_fp8.training.ground import linear_weight_names
 
         recipe = LinearRecipe.from_plan(plan)
         self._linear_of.clear()
-        for name in linear_weight_names(model):
-            linear = model.get_submodule(name.removesuffix(".weight"))
+        for entry in linears:
+            name, linear = entry.name, entry.module
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if len(wanted) != 1:
                 raise ConfigError(
@@ -96,23 +105,24 @@ class CpuGround:
             if wanted.pop():
                 linear.enable_fp8(recipe)
                 self._linear_of[id(linear.weight)] = linear
-        self._stack_experts(model)
+        self._stack_experts(linears)
         if plan.training_fp8 and not self._linear_of:
             raise ConfigError("numerics.training_precision is fp8, but numerics.high_precision_modules leaves no linear in FP8.")
 
-    def _stack_experts(self, model: torch.nn.Module) -> None:
+    def _stack_experts(self, linears: Sequence[Parameter]) -> None:
         """One block of memory for the codes of a layer's experts, in order, as the rollout engine stacks them."""
-        for names in local_expert_weights(model):
-            linears = [self._linear_of[id(w)] for w in map(model.get_parameter, names) if id(w) in self._linear_of]
-            if not linears:
+        weights = {entry.name: entry.weight for entry in linears}
+        for names in local_expert_weights(weights):
+            experts = [self._linear_of[id(weights[name])] for name in names if id(weights[name]) in self._linear_of]
+            if not experts:
                 continue
-            rows, columns = linears[0].weight.shape
-            codes_ENK = torch.empty(len(linears), rows, columns, dtype=torch.uint8).view(torch.float8_e4m3fn)
-            scale_inv_Enk = torch.empty(len(linears), -(-rows // TILE), -(-columns // TILE))
-            for linear, codes, scale_inv in zip(linears, codes_ENK, scale_inv_Enk, strict=True):
+            rows, columns = experts[0].weight.shape
+            codes_ENK = torch.empty(len(experts), rows, columns, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            scale_inv_Enk = torch.empty(len(experts), -(-rows // TILE), -(-columns // TILE))
+            for linear, codes, scale_inv in zip(experts, codes_ENK, scale_inv_Enk, strict=True):
                 linear.place_quantized_weight(codes, scale_inv)
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Quantize every FP8 linear's BF16 weight."""
         for linear in self._linear_of.values():
             linear.refresh_quantized_weight()

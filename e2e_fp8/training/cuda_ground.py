@@ -3,15 +3,17 @@
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.training.ground import linear_weight_names, local_expert_weights
+from e2e_fp8.training.ground import local_expert_weights
+from e2e_fp8.training.parallel import Parameter, local_device_index
 from e2e_fp8.training.weights import hf_modules_of
 
 SCALE_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -22,6 +24,7 @@ class CudaGround:
     """Trains on one Hopper GPU; the FP8 bytes are the primary weights."""
 
     process_group_backend = "cpu:gloo,cuda:nccl"
+    spec: Literal["te", "local"] = "te"
     token_multiple = 128
 
     def __init__(self, cfg: Config) -> None:
@@ -29,6 +32,7 @@ class CudaGround:
         self.power_2_scale = cfg.numerics.scale_format == "pow2"
         self.amax_epsilon = cfg.numerics.amax_epsilon
         self.seed = cfg.run.seed
+        torch.cuda.set_device(local_device_index())
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def scope(self) -> AbstractContextManager[None]:
@@ -81,7 +85,7 @@ class CudaGround:
         """The optimizer must know that quantized parameters are blockwise."""
         return {"fp8_recipe": "blockwise"} if self.fp8 else {}
 
-    def layer_spec(self, cfg: Config) -> Any:
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
         """Megatron's Transformer Engine spec with PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -95,37 +99,36 @@ class CudaGround:
 
     def arrange_parameters(self, model: torch.nn.Module) -> None:
         """Register each layer's experts last to first: Megatron fills its buffer from the last parameter, so they lie in order there."""
-        for names in local_expert_weights(model):
+        for names in local_expert_weights(name for name, _ in model.named_parameters()):
             module_name, _, _ = names[0].rpartition(".")
             parameters = model.get_submodule(module_name)._parameters
             for name in reversed(names):
                 leaf = name.rpartition(".")[2]
                 parameters[leaf] = parameters.pop(leaf)
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence[Parameter], plan: QuantizationPlan) -> None:
         """Check what Transformer Engine built; with FP8 primary weights single linears cannot be left out through GPTModel."""
-        for name in linear_weight_names(model):
+        for entry in linears:
+            name, parameter = entry.name, entry.weight
             wanted = {plan.training_fp8 and plan.is_fp8(module) for module in hf_modules_of(name)}
             if wanted != {plan.training_fp8}:
                 raise ConfigError(
                     f"On the GPU either all linears of the layers are FP8 or none is, but numerics.high_precision_modules names {name}."
                 )
-            if self.is_fp8(model.get_parameter(name)) != plan.training_fp8:
-                raise ConfigError(
-                    f"{name} is a {type(model.get_parameter(name)).__name__}: it would not run in {self._precision_name(plan)}."
-                )
+            if self.is_fp8(parameter) != plan.training_fp8:
+                raise ConfigError(f"{name} is a {type(parameter).__name__}: it would not run in {self._precision_name(plan)}.")
         if plan.training_fp8:
-            self._check_quantizers(model)
-            self._stack_expert_scales(model)
+            self._check_quantizers(linears)
+            self._stack_expert_scales(linears)
 
     @staticmethod
     def _precision_name(plan: QuantizationPlan) -> str:
         return "block FP8" if plan.training_fp8 else "BF16"
 
-    def _check_quantizers(self, model: torch.nn.Module) -> None:
+    def _check_quantizers(self, linears: Sequence[Parameter]) -> None:
         seen = 0
-        for name, module in model.named_modules():
-            groups = getattr(module, "quantizers", None)
+        for entry in linears:
+            name, groups = entry.name, getattr(entry.module, "quantizers", None)
             for quantizer in [q for group in groups.values() for q in group] if isinstance(groups, dict) else []:
                 if quantizer is None:
                     continue
@@ -140,15 +143,16 @@ class CudaGround:
             raise ConfigError("Transformer Engine built no quantizer although numerics.training_precision is fp8.")
 
     @staticmethod
-    def _stack_expert_scales(model: torch.nn.Module) -> None:
+    def _stack_expert_scales(linears: Sequence[Parameter]) -> None:
         """One block of memory for the scales of a layer's experts, in order; Transformer Engine writes scales in place."""
-        for names in local_expert_weights(model):
-            weights: list[Any] = [model.get_parameter(name) for name in names]
+        weight_of: dict[str, Any] = {entry.name: entry.weight for entry in linears}
+        for names in local_expert_weights(weight_of):
+            weights = [weight_of[name] for name in names]
             stacked = torch.stack([weight._rowwise_scale_inv for weight in weights])
             for weight, scale_inv in zip(weights, stacked, strict=True):
                 weight._rowwise_scale_inv = scale_inv
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Nothing: the parameters are the bytes."""
 
     def is_fp8(self, parameter: torch.Tensor) -> bool:

@@ -5,17 +5,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError
+from e2e_fp8.layout import ShardedParameter, megatron_shards
+from e2e_fp8.megatron_names import QKV_ORDER
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.protocols import LossFn
-from e2e_fp8.training import optimizer_state
+from e2e_fp8.rank_grid import RankGrid
+from e2e_fp8.training import optimizer_state, pipeline
 from e2e_fp8.training.ground import Ground
 from e2e_fp8.training.log_probs import token_stats_from_logits
-from e2e_fp8.training.model import build_model, build_optimizer, check_supported, initialize_parallel_state
+from e2e_fp8.training.microbatches import all_ranks, broadcast_record, even_out, sum_over
+from e2e_fp8.training.model import build_model, build_optimizer, check_supported, uses_sequence_parallel
 from e2e_fp8.training.packing import packed_layout, pad_packed, to_device
-from e2e_fp8.training.weights import fused_weights, import_safetensors, initial_hf_weights
+from e2e_fp8.training.parallel import initialize_parallel_state, rank_parameters, tensor_group, world_size
+from e2e_fp8.training.weights import check_weights, import_safetensors, initial_hf_weights, local_weight
 from e2e_fp8.types import PackedBatch, StepReport, TokenStats
 
 
@@ -53,72 +60,104 @@ class MegatronEngine:
         self.cfg = cfg
         self.plan = QuantizationPlan.from_config(cfg)
         check_supported(cfg)
+        self.grid = RankGrid.of(cfg.training.parallel, world_size())
         self._check_alignment()
         self.ground = select_ground(cfg)
         self.policy_version = 0
         with self.ground.scope():
-            initialize_parallel_state(self.ground)
+            initialize_parallel_state(self.grid, self.ground)
+            self.rank = dist.get_rank()
             self.ground.prepare()
-            self.model, self._ddp = build_model(cfg, self.ground)
-            self.ground.configure_precision(self.model, self.plan)
-            self._optimizer = build_optimizer(cfg, self.ground, self._ddp)
+            self.chunks, self._wrapped = build_model(cfg, self.ground)
+            self._parameters = rank_parameters(self.chunks, self.layout_of(self.rank))
+            self.ground.configure_precision([p for p in self._parameters if p.in_linear], self.plan)
+            self._optimizer = build_optimizer(cfg, self.ground, self._wrapped)
+            self._masters = optimizer_state.master_shards(self._optimizer, self._parameters)
         source = cfg.model.hf_path
         self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
 
     def _check_alignment(self) -> None:
-        problems = self.plan.misaligned(self.cfg.model) if self.plan.training_fp8 else []
+        problems = self.plan.misaligned(self.cfg.model, self.grid) if self.plan.training_fp8 else []
         if problems:
             raise ConfigError(
-                "FP8 training needs dimensions that are multiples of 128, but these modules have others: "
-                f"{', '.join(problems[:3])} ({len(problems)} in all). Change the model section or use training_precision=bf16."
+                "FP8 training needs dimensions that are multiples of 128 on every rank, but these modules have others: "
+                f"{', '.join(problems[:3])} ({len(problems)} in all). Change the model section or training.parallel, or use "
+                "training_precision=bf16."
             )
+
+    def layout_of(self, rank: int) -> list[ShardedParameter]:
+        """What any rank of this job holds of each Hugging Face tensor."""
+        return megatron_shards(
+            to_hf_config(self.cfg.model, None),
+            self.grid.layout,
+            rank,
+            qkv_order=QKV_ORDER,
+            spec=self.ground.spec,
+            fp8=self.is_fp8_module,
+        )
+
+    def is_fp8_module(self, hf_module: str) -> bool:
+        """Whether the trainer holds the weight of this Hugging Face linear module in block FP8."""
+        return self.plan.training_fp8 and self.plan.is_fp8(hf_module)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.ground.device
 
+    @property
+    def model(self) -> Any:
+        """Megatron's GPTModel: this rank's only chunk of layers, or the first under virtual pipelining."""
+        return self.chunks[0]
+
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def load_hf_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the FP32 masters to the given HF-named weights, exactly, and the model parameters from them.
 
+        Every rank takes its share of every tensor. Collective.
+
         Raises:
             CheckpointError: names, shapes or dtypes do not fit the model.
         """
-        names = [name for name, _ in self.model.named_parameters()]
+        check_weights(tensors, self.cfg.model)
         with self.ground.scope(), torch.no_grad():
-            values = dict(fused_weights(names, tensors, self.cfg.model))
-            optimizer_state.write_masters(self.model, values)
+            values = {s.name: s.of(local_weight(s.parameter.layout, tensors)) for s in self._masters}
+            optimizer_state.write_masters(self._masters, values)
             self._sync_parameters()
-            for name, _, master in optimizer_state.named_masters(self.model):
-                if not torch.equal(master.detach().cpu(), values[name].reshape(-1).cpu()):
-                    raise CheckpointError(f"The FP32 master of {name} differs from the loaded weight (is it NaN?). Check the checkpoint.")
+            for shard in self._masters:
+                if not torch.equal(shard.master.detach().cpu(), values[shard.name].cpu()):
+                    raise CheckpointError(
+                        f"The FP32 master of {shard.name} differs from the loaded weight (is it NaN?). Check the checkpoint."
+                    )
 
     def _sync_parameters(self) -> None:
-        optimizer_state.sync_parameters(self._optimizer, self._ddp)
-        self.ground.after_parameter_sync(self.model)
+        optimizer_state.sync_parameters(self._optimizer, self._wrapped)
+        self.ground.after_parameter_sync()
 
     def fp8_weight(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(codes float8_e4m3fn [N, K], scale_inv float32 [ceil(N/128), ceil(K/128)])`` of an FP8 parameter, as the forward uses them."""
         return self.ground.fp8_weight(parameter)
 
     def named_local_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """``(megatron_name, tensor, scale_inv)``: FP8 codes with their scales, or the BF16 parameter and None.
+        """``(megatron_name, tensor, scale_inv)`` of this rank: FP8 codes with their scales, or the BF16 parameter and None.
 
-        The tensors are the trainer's own memory; copy what must outlive the next optimizer step.
+        Names carry the layer and expert numbers of the whole model; tensors are the rank's shares of it, in the trainer's own
+        memory: copy what must outlive the next optimizer step.
         """
-        for name, parameter in self.model.named_parameters():
-            if self.ground.is_fp8(parameter):
-                codes, scale_inv = self.ground.fp8_weight(parameter)
-                yield name, codes.detach(), scale_inv.detach()
+        for parameter in self._parameters:
+            if self.ground.is_fp8(parameter.weight):
+                codes, scale_inv = self.ground.fp8_weight(parameter.weight)
+                yield parameter.name, codes.detach(), scale_inv.detach()
             else:
-                yield name, parameter.detach(), None
+                yield parameter.name, parameter.weight.detach(), None
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(megatron_name, FP32 master in the parameter's shape)``, views of the optimizer's memory."""
-        for name, parameter, master in optimizer_state.named_masters(self.model):
-            yield name, master.detach().view(parameter.shape)
+        """``(megatron_name, FP32 master in the shape of this rank's parameter)``.
+
+        Views of the optimizer's memory, or gathered (then collective) where data parallelism divides the masters.
+        """
+        return optimizer_state.whole_masters(self._masters, self._parameters)
 
     def named_high_precision_weights(self) -> Iterator[tuple[str, torch.Tensor, None]]:
         """``(megatron_name, BF16 tensor, None)``: every master rounded to BF16, which is what the FP8 codes are quantized from."""
@@ -128,30 +167,53 @@ class MegatronEngine:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def logits(self, batch: PackedBatch) -> torch.Tensor:
-        """FP32 logits ``[T, vocab_size]`` of a packed batch; differentiable unless called under no_grad."""
+        """FP32 logits ``[T, V]`` of a packed batch, V this rank's columns of the vocabulary; differentiable unless under no_grad.
+
+        Raises:
+            ConfigError: the layers are divided over a pipeline.
+        """
+        if self.grid.pipeline > 1:
+            raise ConfigError("training.parallel.pipeline is above 1: logits of one batch need a whole model in each process.")
         with self.ground.scope():
-            return self._logits(batch)
+            return self._forward(self._wrapped[0], batch)[0, : batch.token_ids.numel()]
 
-    def _logits(self, batch: PackedBatch) -> torch.Tensor:
-        tokens = batch.token_ids.numel()
-        padded = to_device(pad_packed(batch, self.ground.token_multiple), self.ground.device)
+    def _forward(self, wrapped: Any, batch: PackedBatch) -> torch.Tensor:
+        """Output of one chunk: logits ``[1, T, V]`` on the last stage, else hidden states; T is padded."""
+        multiple = self.ground.token_multiple * (self.grid.tensor if uses_sequence_parallel(self.cfg) else 1)
+        padded = to_device(pad_packed(batch, multiple), self.ground.device)
         params, positions_T = packed_layout(padded.cu_seqlens)
-        self.model.rotary_pos_emb.positions_T = positions_T
-        logits_1TV = self._ddp(padded.token_ids[None], positions_T[None], None, packed_seq_params=params)
-        return logits_1TV[0, :tokens]
+        self.chunks[self._wrapped.index(wrapped)].rotary_pos_emb.positions_T = positions_T
+        return wrapped(padded.token_ids[None], positions_T[None], None, packed_seq_params=params)
 
-    def _stats(self, batch: PackedBatch) -> TokenStats:
+    def _stats(self, logits_1TV: torch.Tensor, batch: PackedBatch) -> TokenStats:
         return token_stats_from_logits(
-            self._logits(batch),
+            logits_1TV[0, : batch.token_ids.numel()],
             batch.targets.to(self.ground.device),
             temperature=self.cfg.rollout.temperature,
             vocab_size=self.cfg.model.vocab_size,
+            group=tensor_group() if self.grid.tensor > 1 else None,
         )
 
     def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
-        """Log-probabilities and entropies of each micro-batch; no gradient, on the engine's device."""
+        """Log-probabilities and entropies of each micro-batch; no gradient, on the engine's device.
+
+        Each data-parallel rank brings its own micro-batches; tensor and pipeline ranks bring the same. Collective.
+        """
+        self._refuse_interleaving()
+        evened = even_out(batches)
         with self.ground.scope(), torch.no_grad():
-            return [self._stats(batch) for batch in batches]
+            if self.grid.pipeline > 1:
+                found = pipeline.token_stats(self._wrapped, evened, self._forward, self._stats)
+            else:
+                found = [self._stats(self._forward(self._wrapped[0], batch), batch) for batch in evened]
+        return found[: len(batches)]
+
+    def _refuse_interleaving(self) -> None:
+        if self.grid.virtual_pipeline > 1:
+            raise ConfigError(
+                f"training.parallel.virtual_pipeline is {self.grid.virtual_pipeline}: weights can be loaded and exported so, but running "
+                "the interleaved schedule is not implemented. Set it to 1."
+            )
 
     # Update ----------------------------------------------------------------------------------------------------------
 
@@ -161,21 +223,25 @@ class MegatronEngine:
             group["lr"] = learning_rate
 
     def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
-        """Gradient of (sum of the micro-batches' loss sums) / ``denominator``, clip, one optimizer step, parameter sync.
+        """Gradient of (sum of the micro-batches' loss sums) / ``denominator``, clip, one optimizer step, parameter sync. Collective.
 
-        Metrics are the metric sums and the loss sum (``loss``) over ``denominator``. A step with a non-finite gradient is skipped:
-        weights, optimizer state and ``policy_version`` stay as they are.
+        Each data-parallel rank brings its own micro-batches (tensor and pipeline ranks the same); sums run over all of them and
+        ``denominator`` is that of all of them. Metrics are the metric sums and the loss sum (``loss``) over ``denominator``. A step
+        with a non-finite gradient is skipped: weights, optimizer state and ``policy_version`` stay as they are.
 
         Raises:
-            ValueError: no micro-batch, or a denominator that is not positive and finite.
+            ValueError: no micro-batch on any rank, or a denominator that is not positive and finite.
         """
-        if not batches or not (math.isfinite(denominator) and denominator > 0):
-            raise ValueError(f"A training step needs micro-batches and a positive denominator, not {len(batches)} and {denominator}.")
+        self._refuse_interleaving()
+        evened = even_out(batches)
+        if not evened or not (math.isfinite(denominator) and denominator > 0):
+            raise ValueError(f"A training step needs micro-batches and a positive denominator, not {len(evened)} and {denominator}.")
         with self.ground.scope():
-            self._ddp.zero_grad_buffer()
+            for wrapped in self._wrapped:
+                wrapped.zero_grad_buffer()
+                wrapped.set_is_first_microbatch()
             self._optimizer.zero_grad()
-            self._ddp.set_is_first_microbatch()
-            sums = self._accumulate_gradients(batches, loss_fn, denominator)
+            sums = self._accumulate_gradients(evened, loss_fn, denominator)
             metrics = {name: value / denominator for name, value in sums.items()}
             if not self._gradients_finite():
                 self._optimizer.zero_grad()
@@ -183,32 +249,48 @@ class MegatronEngine:
             applied, grad_norm, _ = self._optimizer.step()
             if not applied:
                 return StepReport(metrics=metrics, grad_norm=float(grad_norm or math.nan), skipped=True)
-            self.ground.after_parameter_sync(self.model)
+            self.ground.after_parameter_sync()
         self.policy_version += 1
         return StepReport(metrics=metrics, grad_norm=float(grad_norm), skipped=False)
 
     def _accumulate_gradients(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> dict[str, float]:
+        """Gradients of all micro-batches of all ranks; returns the metric sums over them."""
+        from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
 
-        sums: dict[str, float] = {}
-        for batch in batches:
-            loss_sum, metric_sums = loss_fn(self._stats(batch), to_device(batch, self.ground.device))
-            (loss_sum / denominator).backward()
-            for name, value in {"loss": loss_sum, **metric_sums}.items():
-                sums[name] = sums.get(name, 0.0) + float(value.detach())
-        finalize_model_grads([self._ddp], None)
-        return sums
+        def loss(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, float]]:
+            loss_sum, metric_sums = loss_fn(self._stats(logits, batch), to_device(batch, self.ground.device))
+            return loss_sum / denominator, {k: float(v.detach()) for k, v in {"loss": loss_sum, **metric_sums}.items()}
+
+        if self.grid.pipeline > 1:
+            records = pipeline.forward_backward(self._wrapped, batches, self._forward, loss)
+        else:
+            records = []
+            for batch in batches:
+                value, sums = loss(self._forward(self._wrapped[0], batch), batch)
+                value.backward()
+                records.append(sums)
+        finalize_model_grads(self._wrapped, None)
+        totals = {name: sum(record[name] for record in records) for name in (records[0] if records else ())}
+        if self.grid.pipeline > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            totals = broadcast_record(totals, last, parallel_state.get_pipeline_model_parallel_group())
+        return sum_over(totals, parallel_state.get_data_parallel_group())
 
     def _gradients_finite(self) -> bool:
-        buffers = [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
-        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+        buffers = [b for wrapped in self._wrapped for b in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+        finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+        return finite if self.grid.world == 1 else all_ranks(finite)
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dict of CPU tensors and numbers: masters, Adam state, RNG, ``policy_version``; enough for a bit-exact resume."""
+        """Nested dict of CPU tensors and numbers: masters, Adam state, RNG, ``policy_version``; enough for a bit-exact resume.
+
+        Of several ranks, each returns its own shares, to be loaded by the same rank of the same parallel sizes.
+        """
         with self.ground.scope(), torch.no_grad():
-            state = optimizer_state.export_state(self._optimizer, self.model)
+            state = optimizer_state.export_state(self._optimizer, self._masters)
             rng = {name: value.cpu().clone() for name, value in self.ground.rng_state().items()}
         return {**state, "rng": rng, "policy_version": self.policy_version}
 
@@ -225,9 +307,9 @@ class MegatronEngine:
             raise CheckpointError(f"The trainer state lacks {sorted(missing)}. Use another checkpoint.")
         with self.ground.scope(), torch.no_grad():
             if weights_only:
-                optimizer_state.import_masters(self.model, state)
+                optimizer_state.import_masters(self._masters, state)
             else:
-                optimizer_state.import_state(self._optimizer, self.model, state)
+                optimizer_state.import_state(self._optimizer, self._masters, state)
                 self.ground.set_rng_state(state["rng"])
             self._sync_parameters()
         self.policy_version = int(state["policy_version"])

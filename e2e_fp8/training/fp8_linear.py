@@ -14,6 +14,7 @@ from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.blockwise import BlockScaled, quantize_blockwise
 from e2e_fp8.numerics.linear import Fp8LinearFunction
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.training.column_input import column_input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +54,10 @@ class BlockFp8Mixin:
         """Switch this linear to FP8.
 
         Raises:
-            ConfigError: the linear has a bias or uses sequence parallelism or fused gradient accumulation.
+            ConfigError: the linear has a bias or uses fused gradient accumulation.
         """
-        if (
-            getattr(self, "bias", None) is not None
-            or getattr(self, "sequence_parallel", False)
-            or getattr(self, "gradient_accumulation_fusion", False)
-        ):
-            raise ConfigError("Block-FP8 linears on the CPU support no bias, sequence parallelism or fused gradient accumulation.")
+        if getattr(self, "bias", None) is not None or getattr(self, "gradient_accumulation_fusion", False):
+            raise ConfigError("Block-FP8 linears on the CPU support no bias or fused gradient accumulation.")
         self.recipe = recipe
 
     def refresh_quantized_weight(self) -> None:
@@ -81,14 +78,17 @@ class BlockFp8Mixin:
             self.quantized_weight.scale_inv.copy_(fresh.scale_inv)
         self._quantized_version = self.weight._version
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        parallel = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
         if self.recipe is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+            return super()._forward_impl(input=input, weight=weight, **parallel, **kwargs)  # type: ignore[misc]
         if self.quantized_weight is None or self._quantized_version != weight._version:
             raise RuntimeError(
                 "The FP8 codes of a weight are older than the weight: refresh_quantized_weight was not called after the parameter sync."
             )
-        return fp8_linear(input, weight, self.quantized_weight, self.recipe)
+        return fp8_linear(column_input(input, **parallel), weight, self.quantized_weight, self.recipe)
 
 
 def fp8_linear(input: torch.Tensor, weight: torch.Tensor, quantized_weight: BlockScaled, recipe: LinearRecipe) -> torch.Tensor:

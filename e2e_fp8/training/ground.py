@@ -1,15 +1,18 @@
 """What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+
+if TYPE_CHECKING:
+    from e2e_fp8.training.parallel import Parameter
 
 _EXPERT_WEIGHT = re.compile(r"(.*\.local_experts\.)(\d+)(\.linear_fc[12])\.weight")
 
@@ -19,6 +22,8 @@ class Ground(Protocol):
 
     device: torch.device
     process_group_backend: str
+    spec: Literal["te", "local"]
+    """Whose parameter names the model has, by the layout's names."""
     token_multiple: int
     """Packed token counts are padded to a multiple of this (1: no padding)."""
 
@@ -42,15 +47,18 @@ class Ground(Protocol):
         """Fields of OptimizerConfig that only this ground sets."""
         ...
 
-    def layer_spec(self, cfg: Config) -> Any:
-        """Megatron layer spec with this ground's linears and PackedAttention."""
+    def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
+        """Megatron layer or block spec with this ground's linears, norms and PackedAttention.
+
+        ``config`` is the TransformerConfig, ``chunk`` the index among the rank's pipeline chunks (None without virtual pipelining).
+        """
         ...
 
     def arrange_parameters(self, model: torch.nn.Module) -> None:
         """Before Megatron lays the parameters out in its buffers: bring the experts of a layer into the engine's order."""
         ...
 
-    def configure_precision(self, model: torch.nn.Module, plan: QuantizationPlan) -> None:
+    def configure_precision(self, linears: Sequence["Parameter"], plan: QuantizationPlan) -> None:
         """Switch the planned linears to FP8 and check that every planned one is FP8 of the planned scale kind, and no other is.
 
         Raises:
@@ -58,7 +66,7 @@ class Ground(Protocol):
         """
         ...
 
-    def after_parameter_sync(self, model: torch.nn.Module) -> None:
+    def after_parameter_sync(self) -> None:
         """Bring whatever is derived from the weights up to date."""
         ...
 
@@ -74,17 +82,10 @@ class Ground(Protocol):
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
 
 
-def linear_weight_names(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the weights of all linears inside layers that a plan may put in FP8 (not router, embedding or head)."""
-    for name, _ in model.named_parameters():
-        if ".linear_" in name and not name.endswith(("layer_norm_weight", "bias")):
-            yield name
-
-
-def local_expert_weights(model: torch.nn.Module) -> Iterator[list[str]]:
-    """For each layer and each of fc1 and fc2, the parameter names of this rank's experts in ascending order."""
+def local_expert_weights(names: Iterable[str]) -> Iterator[list[str]]:
+    """For each layer and each of fc1 and fc2, the parameters among ``names`` of this rank's experts in ascending order."""
     groups: dict[str, list[tuple[int, str]]] = {}
-    for name, _ in model.named_parameters():
+    for name in names:
         match = _EXPERT_WEIGHT.fullmatch(neutral_name(name))
         if match is not None:
             groups.setdefault(match[1] + match[3], []).append((int(match[2]), name))

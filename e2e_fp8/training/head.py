@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.training.column_input import column_input
 
 
 def matmul_fp32_out(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -43,15 +44,18 @@ class Fp32OutputLayer(ColumnParallelLinear):
         """Change the class of ``layer`` in place.
 
         Raises:
-            ConfigError: the layer is of another class, or has a bias, sequence parallelism or fused gradient accumulation.
+            ConfigError: the layer is of another class, or has a bias or fused gradient accumulation.
         """
         if type(layer) is not ColumnParallelLinear:
             raise ConfigError(
                 f"The output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear; FP32 logits need that class."
             )
-        if layer.bias is not None or layer.sequence_parallel or layer.gradient_accumulation_fusion or layer.allreduce_dgrad:
-            raise ConfigError("FP32 logits support no bias, sequence parallelism, tensor parallelism or fused gradient accumulation.")
+        if layer.bias is not None or layer.gradient_accumulation_fusion:
+            raise ConfigError("FP32 logits support no bias or fused gradient accumulation.")
         layer.__class__ = cls
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return Fp32LogitsFunction.apply(input.reshape(-1, input.size(-1)), weight).view(*input.shape[:-1], weight.size(0))
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        x = column_input(input, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, tp_group=tp_group)
+        return Fp32LogitsFunction.apply(x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.size(0))

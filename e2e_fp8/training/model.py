@@ -1,10 +1,8 @@
 """Build Qwen3 and Qwen3-MoE as Megatron-Core's GPTModel, wrapped for BF16, data parallelism and the distributed optimizer."""
 
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from e2e_fp8.config.root import Config
@@ -16,17 +14,10 @@ def check_supported(cfg: Config) -> None:
     """Refuse what the engine does not do.
 
     Raises:
-        ConfigError: a parallel size above 1, several processes, or top-1 routing with renormalised probabilities.
+        ConfigError: context parallelism, uneven heads, or top-1 routing with renormalised probabilities.
     """
-    for field in ("tensor", "pipeline", "expert", "context"):
-        size = getattr(cfg.training.parallel, field)
-        if size != 1:
-            raise ConfigError(f"training.parallel.{field} is {size}, but the trainer supports 1 only for now.")
-    if dist.is_initialized() and dist.get_world_size() != 1:
-        raise ConfigError(f"The trainer runs in one process for now, but torch.distributed has {dist.get_world_size()} ranks.")
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise ConfigError(f"WORLD_SIZE is {world_size}, but the trainer runs in one process for now: use --nproc-per-node 1.")
+    if cfg.training.parallel.context != 1:
+        raise ConfigError(f"training.parallel.context is {cfg.training.parallel.context}, but the trainer supports 1 only for now.")
     model = cfg.model
     if model.num_attention_heads % model.num_key_value_heads:
         raise ConfigError("model.num_attention_heads must be a multiple of model.num_key_value_heads.")
@@ -39,14 +30,24 @@ def check_supported(cfg: Config) -> None:
         )
 
 
-def initialize_parallel_state(ground: Ground) -> None:
-    """torch.distributed with one rank (unless the process has it already) and Megatron's groups."""
-    from megatron.core import parallel_state
+def _parallel_kwargs(cfg: Config) -> dict[str, Any]:
+    parallel = cfg.training.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": uses_sequence_parallel(cfg),
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # The loss is divided by the denominator of all ranks, so data parallelism sums gradients instead of averaging them.
+        "calculate_per_token_loss": True,
+    }
 
-    if not dist.is_initialized():
-        dist.init_process_group(ground.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+
+def uses_sequence_parallel(cfg: Config) -> bool:
+    """Megatron trains experts under tensor parallelism only with sequence parallelism."""
+    return cfg.training.parallel.tensor > 1 and cfg.model.is_moe
 
 
 def transformer_config(cfg: Config, ground: Ground) -> Any:
@@ -93,34 +94,22 @@ def transformer_config(cfg: Config, ground: Ground) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        **_parallel_kwargs(cfg),
         **moe,
         **ground.transformer_kwargs(cfg),
     )
 
 
-def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
-    """``(GPTModel, DistributedDataParallel around it)`` on the ground's device, weights undefined until loaded."""
+def build_model(cfg: Config, ground: Ground) -> tuple[list[Any], list[Any]]:
+    """``(GPTModels, DistributedDataParallel around each)`` on the ground's device, weights undefined until loaded.
+
+    One model per chunk of layers that this pipeline rank holds.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from e2e_fp8.training.attention import PackedRotary
-    from e2e_fp8.training.head import Fp32OutputLayer
-
     config = transformer_config(cfg, ground)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=ground.layer_spec(cfg),
-        vocab_size=cfg.model.vocab_size,
-        max_sequence_length=cfg.model.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=cfg.model.rope_theta,  # pyright: ignore[reportArgumentType]
-        share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
-        parallel_output=True,
-    ).to(ground.device)
-    ground.arrange_parameters(model)
-    Fp32OutputLayer.become(model.output_layer)
-    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
+    chunks = [_build_chunk(cfg, ground, config, index) for index in range(cfg.training.parallel.virtual_pipeline)]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -128,10 +117,43 @@ def build_model(cfg: Config, ground: Ground) -> tuple[Any, Any]:
         overlap_param_gather=False,
         **ground.ddp_kwargs(),
     )
-    return model, DistributedDataParallel(config, settings, Float16Module(config, model))
+    wrapped = [
+        DistributedDataParallel(config, settings, Float16Module(config, chunk), disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    return chunks, wrapped
 
 
-def build_optimizer(cfg: Config, ground: Ground, ddp: Any) -> Any:
+def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from e2e_fp8.training.attention import PackedRotary
+    from e2e_fp8.training.head import Fp32OutputLayer
+
+    stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=ground.layer_spec(cfg, config, stage),
+        vocab_size=cfg.model.vocab_size,
+        max_sequence_length=cfg.model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        position_embedding_type="rope",
+        rotary_base=cfg.model.rope_theta,  # pyright: ignore[reportArgumentType]
+        share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
+        parallel_output=True,
+        vp_stage=stage,
+    ).to(ground.device)
+    ground.arrange_parameters(model)
+    if model.post_process:
+        Fp32OutputLayer.become(model.output_layer)
+    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def build_optimizer(cfg: Config, ground: Ground, wrapped: list[Any]) -> Any:
     """Megatron's optimizer over FP32 masters kept by the distributed optimizer."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -149,4 +171,4 @@ def build_optimizer(cfg: Config, ground: Ground, ddp: Any) -> Any:
         use_distributed_optimizer=True,
         **ground.optimizer_kwargs(),
     )
-    return get_megatron_optimizer(config, [ddp])
+    return get_megatron_optimizer(config, wrapped)

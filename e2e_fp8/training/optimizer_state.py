@@ -1,16 +1,39 @@
 """FP32 masters and Adam state of Megatron's distributed optimizer, by parameter name.
 
-One rank holds whole parameters for now; every access goes through the shard that Megatron attached to the model parameter
-(``main_param``), so the names and the flat FP32 layout stay valid for several ranks.
+The optimizer divides the flat masters of a rank's parameters over its data-parallel group, without regard to parameter borders:
+a rank holds a range of some masters and nothing of others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.megatron_names import neutral_name
+from e2e_fp8.training.parallel import Parameter, data_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterShard:
+    """This rank's range of one FP32 master."""
+
+    parameter: Parameter
+    master: torch.Tensor
+    """Flat float32, the elements ``start .. stop`` of the parameter."""
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the whole model."""
+        return self.parameter.name
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same range of a tensor in the parameter's shape, flat."""
+        return whole.reshape(-1)[self.start : self.stop]
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
@@ -19,22 +42,56 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
     return list(chained) if chained is not None else [optimizer]
 
 
-def named_masters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """``(name, model parameter, flat FP32 master)`` of every parameter."""
-    for name, parameter in model.named_parameters():
-        master = getattr(parameter, "main_param", None)
-        if master is None or master.dtype != torch.float32 or master.numel() != parameter.numel():
-            raise RuntimeError(f"The distributed optimizer keeps no whole FP32 master of {name}.")
-        yield name, parameter, master
-
-
-def write_masters(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Overwrite every FP32 master; the model parameters follow with ``sync_parameters``.
+def master_shards(optimizer: Any, parameters: Sequence[Parameter]) -> list[MasterShard]:
+    """This rank's masters, in the order of ``parameters``.
 
     Raises:
-        CheckpointError: the names or sizes are not exactly the model's.
+        RuntimeError: a parameter has no FP32 master on any rank of its data-parallel group.
     """
-    masters = {name: master for name, _, master in named_masters(model)}
+    ranges: dict[int, tuple[int, int]] = {}
+    for leaf in leaf_optimizers(optimizer):
+        for weight in leaf.model_param_gbuf_map:
+            span = leaf._get_model_param_range_map(weight)["param"]
+            ranges[id(weight)] = (span.start, span.end)
+    found = []
+    for parameter in parameters:
+        start, stop = ranges.get(id(parameter.weight), (0, 0))
+        if start == stop and data_group(parameter.weight).size() > 1:
+            continue
+        master = getattr(parameter.weight, "main_param", None)
+        if master is None or master.dtype != torch.float32 or not 0 < master.numel() == stop - start:
+            raise RuntimeError(f"The distributed optimizer keeps no FP32 master of {parameter.name}.")
+        found.append(MasterShard(parameter=parameter, master=master, start=start, stop=stop))
+    return found
+
+
+def whole_masters(shards: Sequence[MasterShard], parameters: Sequence[Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, FP32 master in the parameter's shape)``; views where this rank holds all of it, else gathered.
+
+    Collective over the data-parallel groups.
+    """
+    shard_of = {shard.name: shard for shard in shards}
+    for parameter in parameters:
+        shard, weight, group = shard_of.get(parameter.name), parameter.weight, data_group(parameter.weight)
+        if group.size() == 1:
+            assert shard is not None
+            yield parameter.name, shard.master.detach().view(weight.shape)
+            continue
+        # Ranges are disjoint, so adding integers puts the bits together exactly, signs of zero included.
+        bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)
+        if shard is not None:
+            bits[shard.start : shard.stop] = shard.master.detach().view(torch.int32)
+        dist.all_reduce(bits, group=group)
+        yield parameter.name, bits.view(torch.float32).view(weight.shape)
+
+
+def write_masters(shards: Sequence[MasterShard], values: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite this rank's FP32 masters from flat tensors of the same ranges; model parameters follow with ``sync_parameters``.
+
+    Raises:
+        CheckpointError: the names or sizes are not exactly the rank's.
+    """
+    masters = {shard.name: shard.master for shard in shards}
     missing, extra = sorted(masters.keys() - values.keys()), sorted(values.keys() - masters.keys())
     if missing or extra:
         raise CheckpointError(
@@ -46,25 +103,26 @@ def write_masters(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> No
         master.data.copy_(values[name].reshape(-1))
 
 
-def sync_parameters(optimizer: Any, ddp: Any) -> None:
-    """Masters -> BF16 or FP8 model parameters, as after an optimizer step."""
+def sync_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
+    """Masters -> BF16 or FP8 model parameters on every rank, as after an optimizer step."""
     for leaf in leaf_optimizers(optimizer):
         leaf._copy_main_params_to_model_params()
-    ddp.start_param_sync(force_sync=True)
+    for ddp in wrapped:
+        ddp.start_param_sync(force_sync=True)
 
 
-def export_state(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
+def export_state(optimizer: Any, shards: Sequence[MasterShard]) -> dict[str, Any]:
     """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one.
 
-    Parameters go by the local spec's names on both grounds.
+    Parameters go by the local spec's names on both grounds. Of several data-parallel ranks, each exports its own ranges.
     """
     inner_of = _inner_optimizers(optimizer)
     parameters: dict[str, dict[str, torch.Tensor]] = {}
-    for name, _, master in named_masters(model):
-        kept = inner_of[id(master)].state.get(master, {})
-        entry = {"master": master}
+    for shard in shards:
+        kept = inner_of[id(shard.master)].state.get(shard.master, {})
+        entry = {"master": shard.master}
         entry.update({key: value for key, value in kept.items() if torch.is_tensor(value)})
-        parameters[neutral_name(name)] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
+        parameters[neutral_name(shard.name)] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
     return {"parameters": parameters, "group_steps": _group_steps(optimizer)}
 
 
@@ -83,18 +141,18 @@ def _group_steps(optimizer: Any) -> list[int]:
     return [int(group.get("step", -1)) for group in _groups(optimizer)]
 
 
-def import_masters(model: torch.nn.Module, state: dict[str, Any]) -> None:
+def import_masters(shards: Sequence[MasterShard], state: dict[str, Any]) -> None:
     """The FP32 masters of ``export_state`` alone, also from the other ground; the model parameters follow with ``sync_parameters``.
 
     Raises:
         CheckpointError: the state belongs to another model.
     """
     masters: dict[str, torch.Tensor] = {name: entry["master"] for name, entry in state["parameters"].items()}
-    own: dict[str, str] = {neutral_name(name): name for name, _, _ in named_masters(model)}
-    write_masters(model, {own.get(name, name): master for name, master in masters.items()})
+    own: dict[str, str] = {neutral_name(shard.name): shard.name for shard in shards}
+    write_masters(shards, {own.get(name, name): master for name, master in masters.items()})
 
 
-def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
+def import_state(optimizer: Any, shards: Sequence[MasterShard], state: dict[str, Any]) -> None:
     """Inverse of ``export_state``; the model parameters follow with ``sync_parameters``.
 
     Raises:
@@ -103,11 +161,11 @@ def import_state(optimizer: Any, model: torch.nn.Module, state: dict[str, Any]) 
     groups, steps = _groups(optimizer), state["group_steps"]
     if len(groups) != len(steps):
         raise CheckpointError(f"The checkpoint has {len(steps)} optimizer groups, the trainer {len(groups)}.")
-    import_masters(model, state)
+    import_masters(shards, state)
     inner_of = _inner_optimizers(optimizer)
-    for name, _, master in named_masters(model):
-        entry = {key: value for key, value in state["parameters"][neutral_name(name)].items() if key != "master"}
-        inner = inner_of[id(master)]
+    for shard in shards:
+        entry = {key: value for key, value in state["parameters"][neutral_name(shard.name)].items() if key != "master"}
+        master, inner = shard.master, inner_of[id(shard.master)]
         if not entry:
             inner.state.pop(master, None)
             continue

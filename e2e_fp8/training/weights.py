@@ -1,7 +1,4 @@
-"""Hugging Face weights in: names, fusion into Megatron's layouts, fresh initial weights, safetensors directories.
-
-Shape legend: ``N`` query heads, ``G`` key/value heads, ``D`` head width, ``H`` hidden width.
-"""
+"""Hugging Face weights in: names, shares of one rank, fresh initial weights, safetensors directories."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.errors import CheckpointError
+from e2e_fp8.layout import ShardedParameter
 from e2e_fp8.megatron_names import hf_sources
 
 
@@ -59,8 +57,8 @@ def initial_hf_weights(cfg: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(megatron_name, FP32 tensor)`` for each trainer parameter name.
+def check_weights(tensors: Mapping[str, torch.Tensor], cfg: ModelConfig) -> None:
+    """Refuse a set of HF-named weights that is not exactly the model's.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or is not used by the model.
@@ -78,9 +76,11 @@ def fused_weights(names: list[str], tensors: Mapping[str, torch.Tensor], cfg: Mo
             raise CheckpointError(f"Tensor {name} has shape {tuple(given[name].shape)}, but the model section asks for {shape}.")
         if given[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"Tensor {name} has dtype {given[name].dtype}; weights are read as float32, bfloat16 or float16.")
-    for name in names:
-        # rows in the order of hf_sources: q, k, v and gate, up, as the rollout engine stacks them
-        yield name, torch.cat([given[source].float() for source in hf_sources(name)])
+
+
+def local_weight(layout: ShardedParameter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """FP32 share of one rank of one trainer parameter, cut from checked HF weights."""
+    return torch.cat([tensors[part.hf_name][part.index].float() for part in layout.parts])
 
 
 def import_safetensors(path: str | Path) -> dict[str, torch.Tensor]:

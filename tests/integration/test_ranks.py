@@ -1,0 +1,326 @@
+"""Trainers of several real processes: what each rank holds, how it trains, and the whole tensors put together from all of them.
+
+Bytes are compared with an independent slow reference that gathers everything and cuts by rows. A one-rank trainer with the same
+weights and batches says what the update should have been.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from references import blockwise_reference, sharding_reference
+from safetensors.torch import load_file
+from tolerances import RANKS_GRAD_NORM, RANKS_LOG_PROBS, RANKS_LOSS, RANKS_UPDATE
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.sync.receipt import manifest_of
+from e2e_fp8.training.weights import initial_hf_weights
+from e2e_fp8.types import ExportedTensor
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+MODEL = {
+    "architecture": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "initializer_range": 0.05,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One launch."""
+
+    world: int
+    parallel: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    precision: str = "fp8"
+    steps: int = 2
+    backend: str = "cpu"
+
+    @property
+    def config(self) -> dict:
+        """With an epsilon of 1, Adam's update is proportional to the gradient, so that a wrong factor shows and a flipped sign of
+        a tiny gradient does not."""
+        return {
+            "model": {**MODEL, **self.model},
+            "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
+            "run": {"backend": self.backend},
+            "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0},
+        }
+
+    def alone(self) -> "Case":
+        """The same on one rank."""
+        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend)
+
+
+DENSE = {"architecture": "qwen3"}
+CASES = {
+    "tp2": Case(world=2, parallel={"tensor": 2}),
+    "ep2": Case(world=2, parallel={"expert": 2}),
+    "pp2": Case(world=2, parallel={"pipeline": 2}),
+    "tp2ep2": Case(world=4, parallel={"tensor": 2, "expert": 2}),
+    "dp2": Case(world=2),
+    "dense_tp2": Case(world=2, parallel={"tensor": 2}, model=DENSE),
+    "bf16_tp2": Case(world=2, parallel={"tensor": 2}, precision="bf16"),
+    "bf16_ep2": Case(world=2, parallel={"expert": 2}, precision="bf16"),
+    "etp2": Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}, model={"moe_intermediate_size": 256}),
+    "vpp2": Case(world=2, parallel={"pipeline": 2, "virtual_pipeline": 2}, model={"num_hidden_layers": 4}, steps=0),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def write_case(case: Case, out: Path) -> None:
+    out.mkdir(parents=True)
+    text = {"config": case.config, "seed": 7, "microbatches": [[9, 30, 5], [17, 12]], "learning_rate": 0.1, "steps": case.steps}
+    (out / "case.json").write_text(json.dumps(text))
+
+
+def run_torchrun(case: Case, out: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    done = subprocess.run([*torchrun, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300, env=rank_environment())
+    messages = [f.read_text() for pattern in ("failed-*", "refused-*") for f in out.glob(pattern)]
+    assert done.returncode == 0, "\n".join(messages) or done.stderr[-3000:]
+
+
+def rank_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="session")
+def run_job(tmp_path_factory):
+    """``run_job(case)``: exit statuses of the ranks, and their folder."""
+    root, count = tmp_path_factory.mktemp("ranks"), itertools.count()
+    with (root / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment()
+        )
+
+        def run(case: Case) -> tuple[list[int], Path]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            out = root / str(next(count))
+            write_case(case, out)
+            server.stdin.write(f"{case.world} {free_port()} {out}\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+            assert answer, (root / "log").read_text()[-3000:]
+            return json.loads(answer), out
+
+        yield run
+        server.stdin.close()
+        server.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def results(run_job):
+    """``results(case)``: the folder of that job, run once."""
+    done: dict[str, Path] = {}
+
+    def get(case: Case) -> Path:
+        key = json.dumps([case.world, case.config, case.steps])
+        if key not in done:
+            statuses, done[key] = run_job(case)
+            messages = [f.read_text() for pattern in ("failed-*", "refused-*") for f in done[key].glob(pattern)]
+            assert statuses == [0] * case.world, "\n".join(messages)
+        return done[key]
+
+    return get
+
+
+def held(folder: Path, world: int, when: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(folder / f"{when}-{rank}.safetensors") for rank in range(world)]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(kind).numpy()
+
+
+def masters(found: list[dict[str, torch.Tensor]]) -> list[dict[str, np.ndarray]]:
+    return [{n.removeprefix("master/"): bits(t) for n, t in rank.items() if n.startswith("master/")} for rank in found]
+
+
+def model_of(case: Case) -> dict:
+    return case.config["model"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_starts_with_its_share_of_the_weights(name, results):
+    case = CASES[name]
+    cfg = Config.model_validate(case.config)
+    whole = {n: bits(t) for n, t in initial_hf_weights(cfg.model, cfg.run.seed).items()}
+    places = sharding_reference.coordinates(case.world, case.parallel)
+    for place, found in zip(places, masters(held(results(case), case.world, "start")), strict=True):
+        rows_of = sharding_reference.rank_rows(model_of(case), case.parallel, place)
+        assert rows_of.keys() == found.keys()
+        for parameter, rows in rows_of.items():
+            expected = sharding_reference.cut(whole, rows)
+            assert np.array_equal(found[parameter].reshape(expected.shape), expected), (place, parameter)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_every_rank_and_the_gathered_tensors_are_those_of_the_whole_model(name, results):
+    check_bytes(CASES[name], results(CASES[name]))
+
+
+def check_bytes(case: Case, folder: Path) -> None:
+    found = held(folder, case.world, "end")
+    whole = sharding_reference.gather(masters(found), model_of(case), case.parallel)
+    codes, scales, high = quantized(whole, case)
+    exported = load_file(folder / "gathered.safetensors")
+    assert exported.keys() == codes.keys() | high.keys() | {n + "_scale_inv" for n in scales}
+    for tensor, values in exported.items():
+        expected = scales.get(tensor.removesuffix("_scale_inv")) if tensor.endswith("_scale_inv") else {**codes, **high}[tensor]
+        assert np.array_equal(bits(values).reshape(expected.shape), expected), tensor
+    places = sharding_reference.coordinates(case.world, case.parallel)
+    for place, rank in zip(places, found, strict=True):
+        for parameter, rows in sharding_reference.rank_rows(model_of(case), case.parallel, place).items():
+            expected = sharding_reference.cut(codes if rows[0][0] in codes else high, rows)
+            assert np.array_equal(bits(rank[parameter]).reshape(expected.shape), expected), (place, parameter)
+            assert (parameter + "_scale_inv" in rank) == (rows[0][0] in codes)
+            if rows[0][0] in codes:
+                assert np.array_equal(bits(rank[parameter + "_scale_inv"]), sharding_reference.cut_scales(scales, rows)), parameter
+
+
+def quantized(whole: dict[str, np.ndarray], case: Case):
+    """(codes, scale bits, BF16 bits) of whole FP32 masters given as bits."""
+    codes, scales, high = {}, {}, {}
+    for name, master in whole.items():
+        rounded = torch.from_numpy(master).view(torch.float32).bfloat16()
+        if case.precision == "fp8" and name.endswith("_proj.weight"):
+            found = blockwise_reference.quantize(
+                rounded.float().numpy(), "e4m3", "128x128", False, 0.0, float(torch.finfo(torch.bfloat16).max)
+            )
+            codes[name], scales[name] = found[0], found[1].view(np.int32)
+        else:
+            high[name] = bits(rounded)
+    return codes, scales, high
+
+
+TRAINED = [name for name, case in CASES.items() if case.steps]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_step_on_several_ranks_is_the_step_of_one(name, results):
+    case = CASES[name]
+    check_step(case, results(case), results(case.alone()))
+
+
+def check_step(case: Case, many: Path, one: Path) -> None:
+    reports = [json.loads((many / f"reports-{rank}.json").read_text()) for rank in range(case.world)]
+    assert all(report == reports[0] for report in reports), "all ranks report the same"
+    expected = json.loads((one / "reports-0.json").read_text())
+    for ours, theirs in zip(reports[0], expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RANKS_LOSS[case.precision])
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=RANKS_LOSS[case.precision])
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RANKS_GRAD_NORM[case.precision])
+    first, last = flat(one, 1, "start", case), flat(one, 1, "end", case)
+    ours = flat(many, case.world, "end", case, case.parallel)
+    assert np.linalg.norm(ours - last) <= RANKS_UPDATE[case.precision] * np.linalg.norm(last - first)
+
+
+def flat(folder: Path, world: int, when: str, case: Case, parallel: dict | None = None) -> np.ndarray:
+    whole = sharding_reference.gather(masters(held(folder, world, when)), model_of(case), parallel or {})
+    return np.concatenate([whole[name].view(np.float32).ravel() for name in sorted(whole)]).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_log_probs_of_every_data_parallel_rank(name, results):
+    case = CASES[name]
+    expected = held(results(case.alone()), 1, "end")[0]
+    places = sharding_reference.coordinates(case.world, case.parallel)
+    data = max(place["data"] for place in places) + 1
+    for place, found in zip(places, held(results(case), case.world, "end"), strict=True):
+        mine = [expected[f"log_probs/{index}"] for index in range(2)][place["data"] :: data]
+        for index, log_probs in enumerate(mine):
+            difference = (found[f"log_probs/{index}"] - log_probs).abs()
+            assert difference.mean() <= RANKS_LOG_PROBS[case.precision], (place, float(difference.mean()))
+
+
+@pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "bf16_ep2"])
+def test_without_tensor_parallelism_log_probs_are_bit_equal(name, results):
+    case = CASES[name]
+    expected = held(results(case.alone()), 1, "end")[0]
+    places = sharding_reference.coordinates(case.world, case.parallel)
+    for place, found in zip(places, held(results(case), case.world, "end"), strict=True):
+        mine = range(2) if case.parallel.get("pipeline") else [place["data"]]
+        for index, batch in enumerate(mine):
+            assert torch.equal(found[f"log_probs/{index}"], expected[f"log_probs/{batch}"])
+
+
+@pytest.mark.parametrize("name", ["dp2", "pp2"])
+def test_data_and_pipeline_parallel_steps_are_bit_equal(name, results):
+    case = CASES[name]
+    many, one = results(case), results(case.alone())
+    assert np.array_equal(flat(many, case.world, "end", case, case.parallel), flat(one, 1, "end", case))
+
+
+def test_engine_holds_the_bytes_of_a_trainer_of_four_ranks(results, tmp_path):
+    case = CASES["tp2ep2"]
+    folder = results(case)
+    for name in ("case.json", "gathered.safetensors"):
+        shutil.copy(folder / name, tmp_path / name)
+    words = [sys.executable, str(Path(__file__).with_name("rank_engine_process.py")), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=rank_environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    record = json.loads((tmp_path / "engine.json").read_text())
+    whole = sharding_reference.gather(masters(held(folder, case.world, "end")), model_of(case), case.parallel)
+    codes, scales, _ = quantized(whole, case)
+    entries = [ExportedTensor(name=n, tensor=torch.from_numpy(c).view(torch.float8_e4m3fn)) for n, c in codes.items()]
+    entries += [ExportedTensor(name=n + "_scale_inv", tensor=torch.from_numpy(x).view(torch.float32)) for n, x in scales.items()]
+    assert record["live"] == record["delivered"] == manifest_of(entries).combined
+    assert record["tokens"]
+
+
+def test_torchrun_starts_the_same_job(results, tmp_path):
+    case, out = CASES["tp2"], tmp_path / "out"
+    write_case(case, out)
+    run_torchrun(case, out)
+    for left, right in zip(held(out, case.world, "end"), held(results(case), case.world, "end"), strict=True):
+        assert left.keys() == right.keys()
+        assert all(np.array_equal(bits(left[name]), bits(right[name])) for name in left)
+
+
+REFUSALS = {
+    "world": (Case(world=2, parallel={"pipeline": 2, "tensor": 2}), ["2 ranks", "tensor x pipeline = 4", "training.parallel.tensor 2"]),
+    "tiles": (
+        Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}),
+        ["multiples of 128", "experts.0.gate_proj [64, 256]", "share of [128, 256]"],
+    ),
+    "interleaved": (
+        Case(world=2, parallel={"pipeline": 2, "virtual_pipeline": 2}, model={"num_hidden_layers": 4}),
+        ["virtual_pipeline is 2", "schedule"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_run_is_refused_on_every_rank(name, run_job):
+    case, parts = REFUSALS[name]
+    statuses, out = run_job(case)
+    assert statuses == [2] * case.world
+    for rank in range(case.world):
+        message = (out / f"refused-{rank}").read_text()
+        assert all(part in message for part in parts), message
