@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds and bytes of weight syncs at published model sizes, beside a device copy of the same bytes and the BF16 path of peers.
 
-    benchmarks/transports.py {qwen3-8b|qwen3-30b-a3b|tiny} {shared|local} [--rounds 5] [--backend cuda|cpu]
+    benchmarks/transports.py {qwen3-8b|qwen3-30b-a3b|tiny} {shared|local|ipc|nccl|disk} [--rounds 5] [--backend cuda|cpu]
 
 The trainer's memory is stood in for by random FP8 codes laid out as the trainer lays them out (one block for each of vLLM's parameters);
 the receiving side is a real vLLM engine of that size. ``local`` also measures the path of other projects: BF16 weights, quantized by
@@ -21,29 +21,17 @@ from typing import Any
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.orchestration.environment import prepare
 
-COMMON = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 128}
-COMMON |= {"max_position_embeddings": 40960, "tie_word_embeddings": False}
-MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "mlp_only_layers": []}
-MOE |= {"norm_topk_prob": True}
+DENSE = {"architecture": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+MOE = DENSE | {"architecture": "qwen3_moe"}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096}
-    | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288},
+    "qwen3-8b": DENSE
+    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288},
     "qwen3-30b-a3b": MOE
-    | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
-    | {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
-    "tiny": MOE
-    | {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    | {"intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    "tiny": MOE | {"vocab_size": 256},
 }
-"""Published dimensions; weights are random."""
-
-
-def hf_config(name: str) -> dict[str, Any]:
-    """config.json of the model with the block-FP8 quantization_config."""
-    config = COMMON | MODELS[name]
-    skipped = ["lm_head"] + [f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]) if "num_experts" in config]
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    return config | {"quantization_config": quantization | {"modules_to_not_convert": skipped}}
+"""Published dimensions as model sections; weights are random."""
 
 
 def trainer_memory(layout: list, device: Any) -> dict[str, Any]:
@@ -69,6 +57,10 @@ def trainer_memory(layout: list, device: Any) -> dict[str, Any]:
     return tensors
 
 
+REMOTE = ("ipc", "nccl", "disk")
+"""Transports into a vLLM server of its own process."""
+
+
 def timed(call: Callable[[], object], rounds: int) -> dict[str, float]:
     """Median and minimum of wall seconds, device idle before and after."""
     import torch
@@ -85,13 +77,13 @@ def timed(call: Callable[[], object], rounds: int) -> dict[str, float]:
     return {"median": statistics.median(seconds), "min": min(seconds)}
 
 
-def device_copy(num_bytes: int, device: Any) -> Callable[[], object]:
+def device_copy(num_bytes: int, device: Any, to: Any) -> Callable[[], object]:
     """A plain copy of that many bytes, in pieces of at most 2 GiB between the same two buffers."""
     import torch
 
     piece = min(num_bytes, 2 << 30)
     source = torch.zeros(piece, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    target = torch.empty_like(source, device=to)
     pieces = [min(piece, num_bytes - start) for start in range(0, num_bytes, piece)]
     return lambda: [target[:size].copy_(source[:size]) for size in pieces]
 
@@ -115,52 +107,98 @@ def quantized_from_bf16(layout: list, device: Any) -> Iterator[tuple[str, Any]]:
         yield slot.name + "_scale_inv", scale_inv
 
 
-def run_config(args: argparse.Namespace, model: dict[str, Any]) -> Any:
-    """The run configuration whose rollout section starts the engine; the model section is not used by it."""
-    rollout = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 1, "capture_routed_experts": False}
-    values = {"run": {"backend": args.backend}, "rollout": rollout, "model": {"max_position_embeddings": 256}}
-    values["sync"] = {"transport": args.transport}
+def run_config(args: argparse.Namespace) -> Any:
+    """The run configuration of the engine."""
+    server = args.transport in REMOTE
+    rollout: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 1, "capture_routed_experts": False}
+    rollout |= {"placement": "server", "server_devices": args.server_devices} if server else {}
+    values = {"run": {"backend": args.backend}, "rollout": rollout, "model": MODELS[args.model], "sync": {"transport": args.transport}}
     return prepare(parse_config(values))
+
+
+def start_engine(cfg: Any, scratch: Path, entries: list) -> Any:
+    """The receiving side of the configured transport."""
+    from e2e_fp8.config.hf import to_hf_config
+    from e2e_fp8.export.policy_folder import checkpoint_writer
+    from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+    from e2e_fp8.rollout.engine import VllmEngine
+    from e2e_fp8.rollout.server_engine import ServerEngine
+    from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
+
+    model_dir = scratch / "model"
+    model_dir.mkdir()
+    quantization = QuantizationPlan.from_config(cfg).hf_quantization_config(cfg.model)
+    (model_dir / "config.json").write_text(json.dumps(to_hf_config(cfg.model, quantization)))
+    if cfg.rollout.placement == "server":
+        return ServerEngine(cfg, model_dir, 0, str, checkpoint_writer(model_dir))
+    if cfg.sync.transport == "shared":
+        memory = TrainerMemory(tensors=lambda: entries, policy_version=lambda: 0)
+        return SharedVllmEngine(cfg, model_dir, 0, str, memory)
+    return VllmEngine(cfg, model_dir, 0, str)
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One engine, all measurements of its transport."""
-    model = hf_config(args.model)
-    (scratch / "config.json").write_text(json.dumps(model))
-    cfg = run_config(args, model)
+    cfg = run_config(args)
     import torch
 
-    from e2e_fp8.numerics.metrics import tensor_digests
-    from e2e_fp8.rollout.engine import VllmEngine
+    from e2e_fp8.config.hf import to_hf_config
+    from e2e_fp8.numerics.quantization_plan import QuantizationPlan
     from e2e_fp8.rollout.engine_layout import engine_layout
-    from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
     from e2e_fp8.types import ExportedTensor
 
     device = torch.device(cfg.run.backend)
-    layout = engine_layout(model)
+    layout = engine_layout(to_hf_config(cfg.model, QuantizationPlan.from_config(cfg).hf_quantization_config(cfg.model)))
     tensors = trainer_memory(layout, device)
     entries = [ExportedTensor(name=name, tensor=tensor) for name, tensor in tensors.items()]
     num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    if args.transport == "shared":
-        memory = TrainerMemory(tensors=lambda: entries, policy_version=lambda: 0)
-        engine: VllmEngine = SharedVllmEngine(cfg, scratch, 0, str, memory)
-    else:
-        engine = VllmEngine(cfg, scratch, 0, str)
+    engine = start_engine(cfg, scratch, entries)
     result: dict[str, Any] = {"model": args.model, "transport": args.transport, "tensors": len(entries), "bytes": num_bytes}
-    result["bytes_copied"] = engine.update_weights(iter(entries), policy_version=0)
-    result["engine_bytes_beside_trainer"] = (torch.cuda.memory_allocated() - before) if device.type == "cuda" else 0
-    result["sync_seconds"] = timed(lambda: engine.update_weights(iter(entries), policy_version=0), args.rounds)
-    names = [slot.name for slot in layout if slot.fp8]
-    live = {entry.name: entry.tensor for entry in engine.read_back()}
-    result["receipt_seconds_one_side"] = timed(lambda: tensor_digests([live[n] for n in names]), 2)
-    result["receipt_equal"] = tensor_digests([live[n] for n in names]) == tensor_digests([tensors[n] for n in names])
-    result["device_copy_seconds"] = timed(device_copy(num_bytes, device), args.rounds)
+    if args.transport in REMOTE:
+        result |= remote_syncs(engine, entries, args.rounds)
+    else:
+        result |= local_syncs(engine, entries, args.rounds)
+        result["engine_bytes_beside_trainer"] = (torch.cuda.memory_allocated() - before) if device.type == "cuda" else 0
+    result["device_copy_seconds"] = timed(device_copy(num_bytes, device, device), args.rounds)
+    if args.transport == "nccl" and device.type == "cuda":
+        result["copy_to_the_other_gpu_seconds"] = timed(device_copy(num_bytes, device, torch.device("cuda", 1)), args.rounds)
     if args.transport == "local" and device.type == "cuda":
         result["bf16_quantize_reload_seconds"] = timed(lambda: reload_quantized(engine, layout, device), max(2, args.rounds // 2))
     engine.close()
     result["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return result
+
+
+def local_syncs(engine: Any, entries: list, rounds: int) -> dict[str, Any]:
+    """In-process updates and the receipt of both sides."""
+    from e2e_fp8.sync.receipt import manifest_of
+
+    copied = engine.update_weights(iter(entries), policy_version=0)
+    seconds = timed(lambda: engine.update_weights(iter(entries), policy_version=0), rounds)
+    engine_side = manifest_of(engine.read_back(), covered=engine.covered)
+    trainer_side = manifest_of(entries, covered=engine.covered)
+    return {
+        "bytes_copied": copied,
+        "sync_seconds": seconds,
+        "receipt_seconds_both_sides": timed(
+            lambda: (manifest_of(engine.read_back(), covered=engine.covered), manifest_of(entries, covered=engine.covered)), 3
+        ),
+        "receipt_equal": engine_side == trainer_side,
+    }
+
+
+def remote_syncs(engine: Any, entries: list, rounds: int) -> dict[str, Any]:
+    """Updates of the server; each report separates delivery and receipt."""
+    engine.publish(iter(entries), policy_version=0, receipt=True)
+    reports = [engine.publish(iter(entries), policy_version=1 + i, receipt=True) for i in range(rounds)]
+    syncs, receipts = [r.seconds for r in reports], [r.receipt_seconds for r in reports]
+    return {
+        "bytes_copied": reports[-1].num_bytes,
+        "sync_seconds": {"median": statistics.median(syncs), "min": min(syncs)},
+        "receipt_seconds_both_sides": {"median": statistics.median(receipts), "min": min(receipts)},
+        "receipt_equal": all(r.receipt is not None for r in reports),
+    }
 
 
 def reload_quantized(engine: Any, layout: list, device: Any) -> None:
@@ -175,7 +213,8 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("transport", choices=("shared", "local"))
+    parser.add_argument("transport", choices=("shared", "local", *REMOTE))
+    parser.add_argument("--server-devices", default=None, help="CUDA_VISIBLE_DEVICES of the server, for example 1 with nccl")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()

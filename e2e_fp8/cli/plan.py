@@ -37,7 +37,12 @@ def add_plan(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--train-first-layers", type=int, metavar="N", help="layers in the first pipeline stage")
     parser.add_argument("--train-last-layers", type=int, metavar="N", help="layers in the last pipeline stage")
     parser.add_argument("--rollout-ep", action="store_true", help="whole experts on each rollout rank (enable_expert_parallel)")
-    parser.add_argument("--qkv-order", choices=("engine", "megatron"), default="megatron", help="rows of linear_qkv (default: %(default)s)")
+    parser.add_argument(
+        "--qkv-order",
+        choices=("engine", "megatron"),
+        default="engine",
+        help="rows of linear_qkv (default: %(default)s)",
+    )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: %(default)s)")
     parser.add_argument("--rank", type=int, metavar="N", help="list the copies into this rollout rank")
     parser.add_argument("--tensor", metavar="GLOB", help="list only copies whose parameter matches (rank 0 unless --rank is given)")

@@ -29,6 +29,7 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
     args: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
+        "load_format": "dummy",
         "dtype": "bfloat16",
         "seed": cfg.run.seed,
         "generation_config": "vllm",
@@ -116,7 +117,7 @@ class VllmEngine:
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         with preserved_process_state():
-            llm = LLM(**args, load_format=self._load_format())
+            llm = LLM(**(args | self._loader_args()))
         verify_agreement(llm, self.cfg, torch.device(self.device))
         if is_moe and args["enable_return_routed_experts"] and self.device == "cpu":
             from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
@@ -125,9 +126,9 @@ class VllmEngine:
         llm.init_weight_transfer_engine({"init_info": {}})
         return llm
 
-    def _load_format(self) -> str:
-        """vLLM's loader; random weights until the first delivery."""
-        return "dummy"
+    def _loader_args(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM`` that replace the usual ones."""
+        return {}
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
         """``group_size`` samples for each prompt, in prompt order; ``group_id`` is the prompt's index in ``prompts``.

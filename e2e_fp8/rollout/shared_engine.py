@@ -42,10 +42,10 @@ class SharedVllmEngine(VllmEngine):
         self._addresses = {slot.name: slot.view(views).data_ptr() for slot in self.layout if slot.parameter in views}
         self._copied = {slot.name for slot in self.sharing.copied_slots(self.layout)}
 
-    def _load_format(self) -> str:
+    def _loader_args(self) -> dict[str, Any]:
         from e2e_fp8.rollout.shared_loader import LOAD_FORMAT
 
-        return LOAD_FORMAT
+        return {"load_format": LOAD_FORMAT}
 
     def _start(self, model_dir: Path) -> Any:
         from e2e_fp8.rollout.shared_loader import REQUESTS, SharingRequest
@@ -92,8 +92,20 @@ class SharedVllmEngine(VllmEngine):
 
         Raises EngineError when a shared tensor has moved since the engine started.
         """
-        delivered = self._checked(tensors)
-        moved = [name for name, address in self._addresses.items() if delivered[name].data_ptr() != address]
+        own, moved, seen = {}, [], 0
+        for entry in tensors:
+            address = self._addresses.get(entry.name)
+            if address is None:
+                own[entry.name] = entry.tensor.detach()
+            elif entry.tensor.data_ptr() == address:
+                seen += 1
+            else:
+                moved.append(entry.name)
         if moved:
             raise EngineError(f"{len(moved)} shared tensors have moved in the trainer's memory, first {moved[:3]}; restart the engine.")
-        return self._write({name: delivered[name] for name in delivered if name in self._copied}, policy_version)
+        if own.keys() != self._copied or seen != len(self._addresses):
+            raise EngineError(
+                f"Weight update refused, nothing was written: {seen} of {len(self._addresses)} shared tensors and {len(own)} of "
+                f"{len(self._copied)} copied ones were given, and they have to be all, each once."
+            )
+        return self._write(own, policy_version)
