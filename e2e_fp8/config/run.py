@@ -11,7 +11,7 @@ class SyncConfig(Section):
     """Delivery of weights into the rollout engine."""
 
     transport: Literal["local", "disk"] = Field(default="local", description="local: same process, no disk; disk: block-FP8 HF checkpoint.")
-    receipt: bool = Field(default=True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
+    receipt: bool = Field(default=True, description="Compare digests of what trainer and engine hold after every sync (docs/receipt.md).")
 
 
 class RunConfig(Section):
