@@ -16,7 +16,7 @@ class SyncConfig(Section):
         "disk: block-FP8 HF checkpoint; ipc: shared memory of one GPU or host; nccl: broadcast to other GPUs (gloo on the CPU).",
     )
     max_bucket_mib: int = Field(default=256, ge=1, description="Largest bucket of ipc and nccl, in MiB; two are held on each side.")
-    receipt: bool = Field(default=True, description="Compare digests of all FP8 bytes and scales of trainer and engine after every sync.")
+    receipt: bool = Field(default=True, description="Compare digests of what trainer and engine hold after every sync (docs/receipt.md).")
 
 
 class RunConfig(Section):

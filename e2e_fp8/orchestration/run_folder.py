@@ -1,4 +1,6 @@
-"""Files of one run: ``config.yaml environment.json metrics.jsonl receipts.jsonl samples.jsonl checkpoints/ model/ report.html``."""
+"""Files of one run: ``config.yaml environment.json metrics.jsonl receipts.jsonl receipts/ samples.jsonl checkpoints/ model/`` and
+``report.html``.
+"""
 
 import json
 from pathlib import Path

@@ -95,7 +95,8 @@ class VllmEngine:
         self.hf_config = read_hf_config(model_dir)
         self.layout = engine_layout(self.hf_config)
         self.policy_version: int | None = None
-        """Version of the weights delivered last; None before the first delivery."""
+        """Version of the weights delivered last; None before the first delivery and after one that stopped half-way."""
+        self._refusal = "The rollout engine has no weights yet: call update_weights before generate."
         self.eos_token_id = eos_token_id
         self.decode = decode
         self._requests = 0
@@ -137,8 +138,8 @@ class VllmEngine:
         and arguments. Text after a stop string is cut at the token that completes the string. Raises DataError for a prompt that
         does not fit the window, EngineError when the engine dies or exceeds ``rollout.timeout_s``.
         """
-        if self.policy_version is None:
-            raise EngineError("The rollout engine has no weights yet: call update_weights before generate.")
+        if self.policy_version is None and not self._thread.is_dead:
+            raise EngineError(self._refusal)
         rollout = self.cfg.rollout
         check_prompts(
             prompts,
@@ -274,15 +275,27 @@ class VllmEngine:
         self._llm.finish_weight_update()
 
     def _update(self, write: Callable[[], None], policy_version: int) -> None:
-        """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version."""
+        """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version.
+
+        A write that fails leaves a mix of two versions behind, so the engine refuses to generate until an update succeeds.
+        """
+        from e2e_fp8.rollout.weight_transfer import abandon_layerwise_reload
 
         def transfer() -> None:
             self._wake()
-            write()
+            try:
+                write()
+            except Exception as error:
+                if not self._in_place:
+                    self._llm.apply_model(abandon_layerwise_reload)
+                raise EngineError(f"{torn} ({type(error).__name__}: {error}).") from error
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM refused to reset the prefix cache after the weight update")
 
-        self.policy_version = None
+        torn = (
+            f"The weight update to policy version {policy_version} stopped half-way, the rollout engine refuses to run on a mix of weights"
+        )
+        self.policy_version, self._refusal = None, f"{torn}: repeat the update."
         self._thread.run(f"weight update to policy version {policy_version}", self.cfg.rollout.timeout_s, transfer)
         self.policy_version = policy_version
 

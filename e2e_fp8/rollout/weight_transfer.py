@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, _place_kernel_tensors, get_layerwise_info
 
 BACKEND = "e2e_fp8_local"
 """Name under which the in-process engine is registered with vLLM's ``WeightTransferEngineFactory``."""
@@ -37,6 +38,20 @@ def post(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 def discard(token: str) -> None:
     """Drop what a failed update left in the mailbox, so that it keeps no tensors alive."""
     MAILBOX.pop(token, None)
+
+
+def abandon_layerwise_reload(model: torch.nn.Module) -> None:
+    """Give every layer that a failed update left unfinished its own tensors back, with the bytes they had, and forget what was buffered.
+
+    vLLM has no call for this. Without it the next update counts the tensors that the failed one had buffered as its own,
+    finishes such layers before all their tensors came, and says nothing.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+            info.reset()
+    LOADING_LAYERS.clear()
 
 
 def safetensors_files(directory: Path) -> list[Path]:

@@ -77,6 +77,7 @@ def test_records_receipts_and_report(straight):
     rl = [r for r in records(straight) if r["phase"] == 1.0]
     assert [r["step"] for r in rl] == [3, 4, 5, 6]
     assert all(r["receipt/passed"] == 1.0 and r["receipt/tensors"] > 0 for r in rl)
+    assert all(r["receipt/share_of_sync"] > 0 and r["receipt/gb_per_s"] > 0 for r in rl)
     assert all(0 <= r["mismatch_kl"] < 0.05 for r in rl)
     assert all(r["grad_norm"] > 0 for r in rl if r["groups/degenerate"] < r["groups/total"])
     assert any("tiles/gradients/zero" in r and "reward/held_out" in r for r in rl)
@@ -99,7 +100,7 @@ def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (CheckpointStore(d / "checkpoints", keep=2).load(6) for d in (straight, halves))
     assert_same_state(first["trainer"], second["trainer"], "trainer")
-    timing = ("time", "tokens_per_s", "seconds")
+    timing = ("time", "per_s", "seconds", "share_of_sync")
     for a, b in zip(records(straight), records(halves), strict=True):
         assert {k: v for k, v in a.items() if not any(t in k for t in timing)} == {
             k: v for k, v in b.items() if not any(t in k for t in timing)
@@ -165,10 +166,32 @@ def test_export_holds_the_bytes_of_the_last_receipt(straight, tmp_path):
         with safe_open(shard, "pt") as file:
             entries += [ExportedTensor(name=n, tensor=file.get_tensor(n)) for n in file.keys()]  # noqa: SIM118
     assert manifest_of(entries).combined == records(straight, "receipts.jsonl")[-1]["digest"]
+    checked = run(command("receipt", "verify", straight, 6, "--checkpoint", tmp_path / "hf"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    earlier = run(command("receipt", "verify", straight, 5, "--checkpoint", tmp_path / "hf"))
+    assert earlier.returncode == 1
+    assert "kept no table of that step" in earlier.stdout
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {e.name for e in entries}
+
+
+def test_receipts_verify_the_runs_own_checkpoint(straight):
+    """FP32 masters, rounded and quantized again without either engine, give the bytes that the engine held."""
+    done = run(command("receipt", "verify", straight, 6))
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = records(straight, "receipts.jsonl")[-1]
+    assert last["covered"] == "fp8"
+    assert last["rank"] == 0
+    assert f"{last['tensors']} tensors, {last['bytes']:,} bytes, covered: fp8, digest {last['digest']}\nequal\n" in done.stdout
+    assert [p.name for p in (straight / "receipts").iterdir()] == ["step_00000006.rank_0.tsv"]
+    other = run(command("receipt", "verify", straight, 3))
+    assert other.returncode == 2
+    assert "has no checkpoint of step 3 to compare with (it has those of steps 6)" in other.stderr
+    missing = run(command("receipt", "verify", straight, 99))
+    assert missing.returncode == 2
+    assert "no receipt of step 99: there are receipts of steps 2-6." in missing.stderr
 
 
 def test_eval_reports_the_held_out_reward_of_the_run(straight):

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -71,13 +72,19 @@ def record(samples: list[Sample]) -> list[dict]:
     return [{"uid": s.prompt.uid, "prompt": s.prompt.token_ids} | {key: getattr(s, key) for key in keys} for s in samples]
 
 
-def refusal(call) -> str:
-    """``ErrorClass: message`` of the UserError that ``call`` raises; empty when it does not."""
+def refusal(call, of: type[Exception] = UserError) -> str:
+    """``ErrorClass: message`` of the error that ``call`` raises; empty when it raises none."""
     try:
         call()
-    except UserError as error:
+    except of as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def until(tensors: Iterator[ExportedTensor], count: int) -> Iterator[ExportedTensor]:
+    """A trainer that fails after ``count`` tensors."""
+    yield from islice(tensors, count)
+    raise RuntimeError("the trainer failed in the middle of its export")
 
 
 def live(engine: VllmEngine) -> dict[str, torch.Tensor]:
@@ -120,7 +127,18 @@ def main(architecture: str, precision: str, scale_format: str, device: str, out:
     result["missing"] = refusal(lambda: engine.update_weights(exported(dict(list(first.items())[:-1])), policy_version=3))
     recast = {name: t.float() if name == "model.norm.weight" else t for name, t in first.items()}
     result["recast"] = refusal(lambda: engine.update_weights(exported(recast), policy_version=3))
+    part = "model.layers.1.self_attn.k_proj.weight" + ("_scale_inv" if precision == "fp8" else "")
+    result["missing_part"] = refusal(
+        lambda: engine.update_weights(exported({n: t for n, t in first.items() if n != part}), policy_version=3)
+    )
+    result["trainer_died"] = refusal(lambda: engine.update_weights(until(exported(first), len(first) // 2), policy_version=3), RuntimeError)
     result["samples_after_refusals"] = generate()
+    # The names, shapes and dtypes are right, but one tensor has no bytes: the engine is half-way through when it finds out.
+    torn = {n: t.to("meta") if n == "model.layers.1.self_attn.v_proj.weight" else t for n, t in first.items()}
+    result["torn"] = refusal(lambda: engine.update_weights(exported(torn), policy_version=3))
+    result["after_torn"] = refusal(generate)
+    engine.update_weights(exported(second), policy_version=3)
+    result["live_retried"], result["samples_retried"] = live(engine), generate()
     save_file({name: t.contiguous() for name, t in first.items()}, out / "model.safetensors")
     engine.update_weights_from_disk(out, policy_version=4)
     result["live_disk"], result["samples_disk"] = live(engine), generate()

@@ -38,7 +38,9 @@ def fp8_names(weights: dict[str, torch.Tensor]) -> set[str]:
     return scales | {name.removesuffix("_scale_inv") for name in scales}
 
 
-@pytest.mark.parametrize(("live", "delivered"), [("live_first", "first"), ("live_second", "second"), ("live_disk", "first")])
+@pytest.mark.parametrize(
+    ("live", "delivered"), [("live_first", "first"), ("live_second", "second"), ("live_retried", "second"), ("live_disk", "first")]
+)
 def test_live_bytes_are_the_delivered_bytes(run, live, delivered):
     assert set(run[live]) == fp8_names(run[delivered])
     assert bool(run[live]) == (run["precision"] == "fp8")
@@ -100,9 +102,22 @@ def test_refusals_name_the_cause_and_change_nothing(run):
     assert run["missing"].startswith("EngineError: Weight update refused, nothing was written: 1 tensors missing")
     assert last in run["missing"]
     assert run["recast"].startswith("EngineError: Weight update refused, nothing was written: model.norm.weight is torch.float32")
+    assert run["missing_part"].startswith("EngineError: Weight update refused, nothing was written: 1 tensors missing")
+    assert ("k_proj.weight_scale_inv" if run["precision"] == "fp8" else "k_proj.weight") in run["missing_part"]
+    assert run["trainer_died"] == "RuntimeError: the trainer failed in the middle of its export"
     assert essence(run["samples_after_refusals"]) == essence(run["samples_second"])
     assert {s["policy_version"] for s in run["samples_after_refusals"]} == {2}
     assert run["too_long"].startswith("DataError: Prompt 'too-long' has 53 tokens, but at most 52 fit")
+
+
+def test_a_torn_update_is_refused_until_a_whole_one_came(run):
+    """Live bytes after the retry, and after the next update, are compared above."""
+    assert run["torn"].startswith("EngineError: The weight update to policy version 3 stopped half-way")
+    assert "meta tensor" in run["torn"]
+    assert run["after_torn"].startswith("EngineError: The weight update to policy version 3 stopped half-way")
+    assert run["after_torn"].endswith("repeat the update.")
+    assert essence(run["samples_retried"]) == essence(run["samples_second"])
+    assert {s["policy_version"] for s in run["samples_retried"]} == {3}
 
 
 def test_stop_string_cuts_tokens_log_probs_and_routing(run):
