@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
+from integration.test_server_users import teach_and_serve
 
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.rollout.agreement import check_agreement
@@ -56,6 +57,10 @@ def test_twenty_updates_in_a_row(served):
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
     with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
         served.publisher("nccl")
+
+
+def test_foreign_transformer_engine_loop_is_served(tmp_path):
+    teach_and_serve(tmp_path, "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

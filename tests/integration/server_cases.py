@@ -50,6 +50,7 @@ def case_config(architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_
                 "max_response_tokens": 12,
                 "max_model_len": 64,
                 "max_num_seqs": 32,
+                "kv_cache_gib": 1,
                 "tensor_parallel": tensor_parallel,
             },
             "sync": {"transport": "ipc"},

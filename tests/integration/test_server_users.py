@@ -22,12 +22,16 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_foreign_trainer_publishes_and_its_lesson_is_served(tmp_path):
-    cfg = case_config("qwen3", vocab_size=128)
+    teach_and_serve(tmp_path, "cpu")
+
+
+def teach_and_serve(tmp_path, device: str) -> None:
+    cfg = case_config("qwen3", device=device, vocab_size=128)
     model = write_model(cfg, tmp_path / "model")
     server = start_server(cfg, model, tmp_path / "server")
     try:
         script = [sys.executable, ROOT / "examples/foreign_trainer.py", server.url, model, "ipc"]
-        environ = {**os.environ, TOKEN_VARIABLE: server.token}
+        environ = {**os.environ, TOKEN_VARIABLE: server.token, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
         done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=400, env=environ)
         assert done.returncode == 0, done.stderr[-3000:]
         versions = ServerClient(server.url, server.token, timeout_s=60).collective("weight_state")

@@ -96,7 +96,7 @@ def main(architecture: str, precision: str, scale_format: str, device: str, out:
         {
             "model": {"architecture": architecture},
             "numerics": {"training_precision": precision, "rollout_precision": precision, "scale_format": scale_format},
-            "rollout": {"temperature": TEMPERATURE, "max_response_tokens": 12, "max_model_len": 64, "max_num_seqs": 32},
+            "rollout": {"temperature": TEMPERATURE, "max_response_tokens": 12, "max_model_len": 64, "max_num_seqs": 32, "kv_cache_gib": 1},
             "run": {"backend": device, "seed": 3},
         }
     )
