@@ -24,8 +24,8 @@ class Line:
     markers: bool = False
 
 
-def line_chart(lines: Sequence[Line], *, from_zero: bool = False) -> str:
-    """SVG of lines over steps; values finite. ``from_zero`` puts 0 on the axis.
+def line_chart(lines: Sequence[Line], *, from_zero: bool = False, x_name: str = "step") -> str:
+    """SVG of lines over steps; values finite. ``from_zero`` puts 0 on the axis. Another ``x_name`` means that x need not be whole.
 
     Raises:
         ValueError: No line has a point.
@@ -36,10 +36,10 @@ def line_chart(lines: Sequence[Line], *, from_zero: bool = False) -> str:
     xs = [x for line in lines for x in line.steps]
     lows, highs = zip(*(_extent(line) for line in lines), strict=True)
     bottom = min(0.0, min(lows)) if from_zero else min(lows)
-    frame = _Frame(min(xs), max(xs), bottom, max(highs))
+    frame = _Frame(min(xs), max(xs), bottom, max(highs), whole=x_name == "step")
     parts = [frame.axes()]
     for index, line in enumerate(lines):
-        parts.append(_draw_line(frame, line, index))
+        parts.append(_draw_line(frame, line, index, x_name))
     return _wrap(parts, [line.label for line in lines])
 
 
@@ -87,7 +87,7 @@ def short(value: float) -> str:
 class _Frame:
     """Maps data to pixels and draws the axes."""
 
-    def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float) -> None:
+    def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float, *, whole: bool = True) -> None:
         if x_low == x_high:
             x_low, x_high = x_low - 0.5, x_high + 0.5
         if y_low == y_high:
@@ -97,7 +97,7 @@ class _Frame:
         step = self.y_ticks[1] - self.y_ticks[0]
         self.y_ticks = [step * i for i in range(math.floor(y_low / step + 1e-9), math.ceil(y_high / step - 1e-9) + 1)]
         self.x_low, self.x_high, self.y_low, self.y_high = x_low, x_high, self.y_ticks[0], self.y_ticks[-1]
-        self.x_ticks = [t for t in _ticks(x_low, x_high, 6) if t == int(t)]
+        self.x_ticks = [t for t in _ticks(x_low, x_high, 6) if not whole or t == int(t)]
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
@@ -112,7 +112,7 @@ class _Frame:
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
         for tick in self.x_ticks:
-            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{tick:g}</text>')
+            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(tick)}</text>')
         return "".join(parts)
 
 
@@ -130,7 +130,7 @@ def _extent(line: Line) -> tuple[float, float]:
     return min(v - s for v, s in zip(line.values, spread, strict=True)), max(v + s for v, s in zip(line.values, spread, strict=True))
 
 
-def _draw_line(frame: _Frame, line: Line, index: int) -> str:
+def _draw_line(frame: _Frame, line: Line, index: int, x_name: str) -> str:
     parts = []
     colour = index % 8
     if line.spread is not None:
@@ -147,7 +147,7 @@ def _draw_line(frame: _Frame, line: Line, index: int) -> str:
         for x, v in points:
             parts.append(
                 f'<circle class="fill{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(v):.1f}" r="{radius}">'
-                f"<title>{escape(line.label)}, step {x:g}: {short(v)}</title></circle>"
+                f"<title>{escape(line.label)}, {escape(x_name)} {x:g}: {short(v)}</title></circle>"
             )
     return "".join(parts)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from e2e_fp8.observability.charts import short
 from e2e_fp8.observability.history import RunHistory, mean
-from e2e_fp8.observability.names import OPERANDS, TILE_STATISTICS
+from e2e_fp8.observability.names import OPERANDS, PASS_AT_K, PHASES, TILE_STATISTICS
 
 ENDS = 5
 """Steps at either end over which training reward is averaged."""
@@ -26,9 +26,11 @@ def final_figures(history: RunHistory) -> list[Figure]:
     """Everything one wants to know of a finished run, in order; a figure with no data says so."""
     return [
         _held_out(history),
+        *_pass_at_k(history),
         _train_reward(history),
         _ends(history, "response_length/mean", "Response length", "tokens"),
         _mismatch(history),
+        _health(history),
         _receipts(history),
         *_speed(history),
         _skipped(history),
@@ -54,6 +56,45 @@ def _held_out(history: RunHistory) -> Figure:
         return Figure(label="Held-out reward", value=f"{values[0]:.3f}", note=f"one evaluation, step {steps[0]:g}")
     note = f"steps {steps[0]:g} to {steps[-1]:g}, best {max(values):.3f}"
     return Figure(label="Held-out reward", value=f"{values[0]:.3f} → {values[-1]:.3f}", note=note)
+
+
+def _pass_at_k(history: RunHistory) -> list[Figure]:
+    """pass@1 and the largest k that was sampled, first and last evaluation."""
+    measured = [k for k in PASS_AT_K if history.values(f"pass_at_k/{k}")]
+    values = {k: history.values(f"pass_at_k/{k}") for k in sorted({*measured[:1], *measured[-1:]})}
+    return [
+        Figure(label=f"Held-out pass@{k}", value=f"{v[0]:.3f} → {v[-1]:.3f}", note="unbiased estimate, first and last evaluation")
+        for k, v in values.items()
+    ]
+
+
+def _health(history: RunHistory) -> Figure:
+    """How many monitors stand at alarm; each has its own line in the summary and the report."""
+    verdicts = history.health()
+    firing = [v for v in verdicts if v.firing]
+    unseen = sum(v.state == "not measured" for v in verdicts)
+    value = f"{len(firing)} alarm{'' if len(firing) == 1 else 's'}" if firing else "no alarm at the end"
+    recovered = [v.monitor.name for v in verdicts if v.state == "recovered"]
+    notes = [f"at the end: {', '.join(v.monitor.name for v in firing)}"] if firing else []
+    notes += [f"earlier: {', '.join(recovered)}"] if recovered else []
+    return Figure(
+        label="Health", value=value, note="; ".join([*notes, f"{unseen} of {len(verdicts)} not measured"]), good=False if firing else None
+    )
+
+
+def amdahl_bounds(history: RunHistory) -> list[tuple[str, float, float, float]]:
+    """``(phase, seconds per RL step, share, bound)``: a step without the phase would be ``bound`` = step / (step - phase) times as fast.
+
+    Amdahl's law for a phase that costs nothing; infinite when the phase is the whole step. A step is the sum of its phases.
+    """
+    records = [r for r in history.records if r.get("phase", 1.0) == 1.0]
+    totals = {p: math.fsum(r[f"time/{p}"] for r in records if f"time/{p}" in r) for p in PHASES}
+    step = math.fsum(totals.values())
+    return [
+        (phase, seconds / len(records), seconds / step, step / (step - seconds) if step - seconds > 0 else math.inf)
+        for phase, seconds in totals.items()
+        if seconds > 0
+    ]
 
 
 def _train_reward(history: RunHistory) -> Figure:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from e2e_fp8.config.health import HealthConfig
 from e2e_fp8.errors import UserError
+from e2e_fp8.observability.health import Verdict, check_health
 from e2e_fp8.observability.names import METRICS, PHASES
 
 
@@ -21,7 +24,7 @@ class RunHistory:
     records: list[dict[str, float]]
     """Metric records in step order; a null is NaN."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    """``{"step", "reward/held_out"}``, the one before RL included."""
+    """``{"step", "reward/held_out", "pass_at_k/1"}`` and further k, the one before RL included."""
     receipts: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +34,8 @@ class RunHistory:
         """(steps, values) of a metric where it was logged and finite; of the warm start (0) or RL (1) alone if ``phase`` says so."""
         if name not in METRICS:
             raise ValueError(f"unknown metric {name}")
-        source = self.evaluations if name == "reward/held_out" and self.evaluations else self.records
+        evaluated = self.evaluations and (name == "reward/held_out" or name.startswith("pass_at_k/"))
+        source = self.evaluations if evaluated else self.records
         points = {r["step"]: r[name] for r in source if name in r and math.isfinite(r[name]) and phase in (None, r.get("phase", 1.0))}
         return list(points), list(points.values())
 
@@ -50,6 +54,18 @@ class RunHistory:
         totals = {phase: sum(self.values(f"time/{phase}")) for phase in PHASES}
         return {phase: total for phase, total in totals.items() if total > 0}
 
+    def health(self) -> list[Verdict]:
+        """Every health monitor over the run, with the run's own thresholds.
+
+        Raises:
+            UserError: the ``health`` section of the run's config.yaml is not valid.
+        """
+        try:
+            thresholds = HealthConfig.model_validate(self.config.get("health") or {})
+        except ValidationError as error:
+            raise UserError(f"{self.run_dir / 'config.yaml'}: section health is not valid; restore it.") from error
+        return check_health(self.records, thresholds)
+
 
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean; NaN for no values."""
@@ -65,20 +81,28 @@ def load_history(run_dir: Path) -> RunHistory:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"Run folder {run_dir} does not exist; give a folder that `e2e-fp8 train` wrote, such as runs/NAME.")
-    records = [
-        {name: math.nan if value is None else value for name, value in r.items()} for r in _read_jsonl(run_dir / "metrics.jsonl", ["step"])
-    ]
+    records = read_records(run_dir)
     if not records:
         raise UserError(f"{run_dir} has no metrics: metrics.jsonl is missing or empty; the run stopped before its first step.")
     return RunHistory(
         run_dir=run_dir,
-        records=sorted(records, key=lambda r: r["step"]),
+        records=records,
         evaluations=_read_jsonl(run_dir / "evaluations.jsonl", ["step", "reward/held_out"]),
         receipts=_read_jsonl(run_dir / "receipts.jsonl", ["step", "passed"]),
         samples=_read_jsonl(run_dir / "samples.jsonl", ["step"]),
         config=_read_document(run_dir / "config.yaml"),
         environment=_read_document(run_dir / "environment.json"),
     )
+
+
+def read_records(run_dir: Path) -> list[dict[str, float]]:
+    """Metric records of a run in step order, a null as NaN; none when nothing was logged.
+
+    Raises:
+        UserError: ``metrics.jsonl`` does not parse; names the line.
+    """
+    lines = _read_jsonl(Path(run_dir) / "metrics.jsonl", ["step"])
+    return sorted(({name: math.nan if value is None else value for name, value in r.items()} for r in lines), key=lambda r: r["step"])
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, str]:

@@ -6,7 +6,7 @@ Names under ``rollout_corr/`` and ``training/`` are verl's, so that curves of th
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PHASES: tuple[str, ...] = ("rollout", "reward", "old_log_probs", "update", "sync", "receipt", "eval", "checkpoint")
+PHASES: tuple[str, ...] = ("rollout", "reward", "old_log_probs", "reference", "update", "sync", "receipt", "eval", "checkpoint")
 """Phases of a step, in the order in which they happen."""
 
 OPERANDS: tuple[str, ...] = ("weights", "activations", "gradients")
@@ -35,16 +35,37 @@ def _prefixed(prefix: str, metrics: dict[str, Metric]) -> dict[str, Metric]:
     return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
 
 
+def _pass_metric(k: int) -> Metric:
+    text = f"Held-out prompts solved by at least one of {k} samples, unbiased estimate" if k > 1 else "Held-out responses that pass"
+    return Metric(description=text, unit="fraction")
+
+
 _RUN = {
     **_table("", step="Warm-start and RL steps done so far, in one count, from 1", policy_version="Optimizer steps in the weights"),
+    **_prefixed("staleness", _table("steps", max="Optimizer steps between the weights of the oldest sample and the trainer's")),
     **_table("", phase="0 in the supervised warm start, 1 in reinforcement learning"),
     **_table("s", time="Time since the start of the run, earlier sessions of a resumed run included"),
     **_prefixed("time", _table("s", **{phase: f"Time of the step's {phase} phase" for phase in PHASES})),
 }
+PASS_AT_K: tuple[int, ...] = tuple(2**i for i in range(11))
+"""The k of which pass@k is reported."""
+REWARD_PARTS = {
+    "verifier": "the task's own verifier",
+    "math": "math-verify",
+    "code": "unit tests",
+    "judge": "a language model",
+    **{f"user_{i}": f"user function {i} in the order of task.reward_weights" for i in range(1, 9)},
+}
 _REWARD = {
+    **_prefixed("reward/part", _table("", **{name: f"Mean of the reward by {text}, unweighted" for name, text in REWARD_PARTS.items()})),
+    **_prefixed("reward", _table("responses", timeouts="Responses of the step whose rewards ran out of time and count as 0")),
     **_prefixed("reward", _table("", mean="Mean reward of the step's samples", std="Standard deviation of the rewards")),
-    **_prefixed("reward", _table("", held_out="Mean reward on the held-out prompts")),
+    **_prefixed("reward", _table("", held_out="Mean reward on the held-out prompts (avg@k)")),
+    **_prefixed("curriculum", _table("", level_mean="Mean difficulty level of the data sets that the step drew from, 0 the easiest")),
+    **_prefixed("curriculum", _table("fraction", success_rate="Responses of the step at task.curriculum.pass_reward or above")),
+    **_prefixed("pass_at_k", {str(k): _pass_metric(k) for k in PASS_AT_K}),
     **_prefixed("response_length", _table("tokens", mean="Mean response length", max="Longest response")),
+    **_prefixed("advantages", _table("", long_to_short="Mean |advantage| of responses longer than the median over that of the others")),
     **_prefixed("response", _table("fraction", truncated_fraction="Responses cut off at the length limit")),
     **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups of the step")),
 }
@@ -109,6 +130,7 @@ _ROLLOUT_CORR = _prefixed(
 _COST = {
     **_prefixed("tokens", _table("tokens", rollout="Tokens sampled in the step", train="Tokens trained on in the step")),
     **_prefixed("rollout", _table("tokens/s", tokens_per_s="Sampling speed")),
+    **_prefixed("rollout", _table("fraction", prefix_cache_hit_rate="Prompt tokens that the engine found in its prefix cache")),
     **_prefixed("train", _table("tokens/s", tokens_per_s="Training speed of the update phase")),
     **_prefixed("sync", {**_table("bytes", bytes="Bytes delivered to the engine"), **_table("s", seconds="Time of the delivery")}),
     **_prefixed("receipt", _table("", passed="1 when the engine's bytes equal the trainer's", tensors="Tensors compared")),

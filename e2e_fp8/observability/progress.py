@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from e2e_fp8.observability.charts import short
-from e2e_fp8.observability.figures import duration, final_figures
+from e2e_fp8.observability.figures import amdahl_bounds, duration, final_figures
 from e2e_fp8.observability.history import load_history
 from e2e_fp8.observability.names import PHASES
 
@@ -121,7 +121,8 @@ class Progress:
         return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
 
 
-_COLOURS = dict(zip(PHASES, ("cyan", "white", "blue", "magenta", "green", "bright_green", "yellow", "bright_black"), strict=True))
+_PALETTE = ("cyan", "white", "blue", "bright_blue", "magenta", "green", "bright_green", "yellow", "bright_black")
+_COLOURS = dict(zip(PHASES, _PALETTE, strict=True))
 
 
 def _bar(phases: dict[str, float], width: int) -> str:
@@ -150,10 +151,15 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     for figure in final_figures(history):
         style = {True: "green", False: "bold red", None: ""}[figure.good]
         table.add_row(figure.label, f"[{style}]{figure.value}[/]" if style else figure.value, figure.note)
+    for verdict in history.health():
+        if verdict.firing:
+            table.add_row("Alarm", f"[bold red]{escape(verdict.sentence())}[/]", "")
     per_step = {p: s / len(history.values(f"time/{p}")) for p, s in history.phase_seconds().items()}
     table.add_row(
         "Seconds per step", "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in per_step.items()), "mean over steps with the phase"
     )
+    bounds = "  ".join(f"{phase} {bound:.2f}x" for phase, _, _, bound in amdahl_bounds(history))
+    table.add_row("At most, if a phase cost nothing", bounds, "Amdahl's bound on the speed of an RL step")
     report = Path(run_dir) / "report.html"
     table.add_row(
         "Report", escape(str(report)) if report.exists() else "not written", "" if report.exists() else "e2e-fp8 report RUN_DIR writes it"

@@ -3,14 +3,16 @@
 import os
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.observability.charts import Line, line_chart, short, stacked_bars
-from e2e_fp8.observability.figures import Figure, duration, final_figures
+from e2e_fp8.observability.figures import Figure, amdahl_bounds, duration, final_figures
+from e2e_fp8.observability.health import kl_budget
 from e2e_fp8.observability.history import RunHistory, flatten, load_history
-from e2e_fp8.observability.names import METRICS, OPERANDS, PHASES, TILE_STATISTICS
+from e2e_fp8.observability.names import METRICS, OPERANDS, PASS_AT_K, PHASES, TILE_STATISTICS
 from e2e_fp8.observability.style import STYLE
 
 CARDS = ("Held-out reward", "Train reward", "Mismatch KL, mean", "Receipts", "Rollout speed", "Wall time")
@@ -43,11 +45,13 @@ def _page(history: RunHistory) -> str:
     name = str(history.config.get("run", {}).get("name", history.run_dir.name))
     figures = final_figures(history)
     sections = [
+        _health_table(history),
         _section("Learning", _learning(history)),
         _section("Trainer and engine", _mismatch(history)),
         _section("Optimization", _optimization(history)),
         _section("FP8 tiles", _tiles(history)),
         _section("Cost", _cost(history)),
+        _bounds_table(history),
         _section("Warm start", _warm_start(history)),
     ]
     tables = [
@@ -119,11 +123,38 @@ def _learning(history: RunHistory) -> list[str]:
     reward = _figure("Reward", "", line_chart(lines, from_zero=True)) if lines else ""
     return [
         reward,
+        _chart(history, "Held-out pass@k", {f"pass_at_k/{k}": f"k = {k}" for k in PASS_AT_K[:8]}),
+        *_efficiency(history),
         _chart(history, "Response length", {"response_length/mean": "mean", "response_length/max": "longest"}),
         _chart(history, "Entropy", {"entropy": "entropy"}),
         _chart(history, "Truncated responses", {"response/truncated_fraction": "cut off at the length limit"}),
         _chart(history, "Groups", {"groups/total": "all", "groups/degenerate": "equal rewards, no signal"}),
     ]
+
+
+def _efficiency(history: RunHistory) -> list[str]:
+    """Reward over what it cost in sampled tokens, and KL to the start with reward over it."""
+    records = [r for r in history.records if r.get("phase", 1.0) == 1.0]
+    sampled = dict(zip((r["step"] for r in records), accumulate(r.get("tokens/rollout", 0.0) for r in records), strict=True))
+    budget = dict(kl_budget(records))
+    charts = []
+    for title, caption, x_of, unit in (
+        ("Sample efficiency", "Reward over the tokens sampled so far", sampled if any(sampled.values()) else {}, "tokens"),
+        ("Reward over KL budget", "KL to the start, 5 to 15 nats per response are normal", budget, "nats"),
+    ):
+        lines = [_over(history, name, label, x_of) for name, label in (("reward/mean", "train"), ("reward/held_out", "held-out"))]
+        if any(line.steps for line in lines):
+            charts.append(_figure(title, caption, line_chart(lines, from_zero=True, x_name=unit), f"against {unit}"))
+    if budget:
+        line = Line(label="KL to the start", steps=list(budget), values=list(budget.values()))
+        charts.append(_figure("KL budget", "KL per response token times mean response length", line_chart([line], from_zero=True), "nats"))
+    return charts
+
+
+def _over(history: RunHistory, name: str, label: str, x_of: dict[float, float]) -> Line:
+    """A metric over another quantity of the same step, in step order."""
+    pairs = [(x_of[s], v) for s, v in zip(*history.series(name, 1.0), strict=True) if s in x_of]
+    return Line(label=label, steps=[x for x, _ in pairs], values=[v for _, v in pairs], markers=name == "reward/held_out")
 
 
 def _mismatch(history: RunHistory) -> list[str]:
@@ -192,6 +223,28 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
 
 def _row(cells: Sequence[object], mark: str = "") -> str:
     return f'<tr class="{mark}">' + "".join(f"<td>{escape(str(c))}</td>" for c in cells) + "</tr>"
+
+
+def _health_table(history: RunHistory) -> str:
+    rows = []
+    for v in history.health():
+        fields = ", ".join(v.monitor.fields)
+        advice = f"{v.monitor.advice} Fields: {fields}." if v.alarms else f"Needs {v.monitor.needs}." if not v.series else ""
+        first = f"{v.alarms[0][0]:g} to {v.alarms[-1][0]:g}, {len(v.alarms)} points" if v.alarms else ""
+        last = short(v.series[-1][1]) if v.series else ""
+        limit = f"{'<' if v.monitor.below else '>'} {short(v.threshold)}" if v.threshold is not None else ""
+        rows.append(_row([v.monitor.label, v.state, last, limit, first, advice], "bad" if v.firing else ""))
+    lead = '<p class="lead">Thresholds are the fields of the health section; an alarm changes nothing in the run.</p>'
+    return f"<section><h2>Health</h2>{lead}{_table(['Monitor', 'State', 'Last', 'Alarm at', 'Steps', 'Advice'], rows)}</section>"
+
+
+def _bounds_table(history: RunHistory) -> str:
+    bounds = amdahl_bounds(history)
+    if not bounds:
+        return ""
+    rows = [_row([phase, f"{seconds:.3f}", f"{100 * share:.1f} %", f"{bound:.2f}x"]) for phase, seconds, share, bound in bounds]
+    lead = '<p class="lead">How fast an RL step could get, at most, if a phase cost nothing: step / (step - phase).</p>'
+    return f"<section><h2>Bounds</h2>{lead}{_table(['Phase', 'Seconds per RL step', 'Share', 'Speed-up at most'], rows)}</section>"
 
 
 def _figures_table(figures: Sequence[Figure]) -> str:
