@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from e2e_fp8.config.base import Section
+from e2e_fp8.config.health import HealthConfig
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.config.numerics import NumericsConfig
 from e2e_fp8.config.objective import CorrectionConfig, ObjectiveConfig
@@ -26,6 +27,7 @@ class Config(Section):
     objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="Policy objective.")
     task: TaskConfig = Field(default=TaskConfig(), description="Prompts and rewards.")
     sync: SyncConfig = Field(default=SyncConfig(), description="Weight delivery and receipt.")
+    health: HealthConfig = Field(default=HealthConfig(), description="Alarms over the run's metrics.")
     run: RunConfig = Field(default=RunConfig(), description="Length, evaluation, checkpoints, outputs.")
 
     @model_validator(mode="after")

@@ -32,7 +32,8 @@ class RunConfig(Section):
     eval_interval: int = Field(
         default=10, ge=0, description="Held-out evaluation every this many steps (and at the start and end); 0 never."
     )
-    eval_samples: int = Field(default=1, ge=1, description="Samples per held-out prompt (avg@k).")
+    eval_samples: int = Field(default=1, ge=1, description="Samples per held-out prompt: avg@k, and pass@k for powers of two up to it.")
+    eval_pass_reward: float = Field(default=1.0, description="A held-out response passes (pass@k) at this reward or above.")
     checkpoint_interval: int = Field(default=10, ge=0, description="Checkpoint every this many steps and at the end; 0 never.")
     keep_checkpoints: int = Field(
         default=2, ge=1, description="Newest checkpoints kept; the last good one is never removed before a newer is whole."

@@ -18,8 +18,11 @@ from e2e_fp8.rank_grid import divided_sizes
 if TYPE_CHECKING:
     from e2e_fp8.config.model import ModelConfig
     from e2e_fp8.config.root import Config
+    from e2e_fp8.config.task import TaskConfig
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BUILT_IN_REWARDS = ("verifier", "math", "code", "judge")
+MAX_USER_REWARDS = 8
 _CALLABLE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 
 
@@ -295,5 +298,41 @@ def _check_task(cfg: "Config") -> None:
         raise ConfigError(f"task.path is {t.path!r}, but task.kind is reasoning_gym: set task.kind to file, or remove the path.")
     if t.kind == "file" and t.params:
         raise ConfigError("task.params is set, but task.kind is file: these are arguments of reasoning-gym data sets, so remove them.")
-    if t.reward not in ("verifier", "math") and not _CALLABLE.match(t.reward):
-        raise ConfigError(f"task.reward is {t.reward!r}, but must be verifier, math or an import path: write package.module:function.")
+    _check_mixture(t)
+    _check_rewards(t)
+
+
+def _check_mixture(t: "TaskConfig") -> None:
+    names = [*t.mixture] or [t.name]
+    c = t.curriculum
+    if t.kind == "file" and (t.mixture or c.levels):
+        raise ConfigError("task.mixture or task.curriculum.levels is set, but task.kind is file: both are of reasoning-gym data sets.")
+    if t.mixture and t.params:
+        raise ConfigError("task.params is set beside task.mixture: give the parameters of each data set in task.mixture_params.")
+    if any(not (weight > 0 and math.isfinite(weight)) for weight in t.mixture.values()):
+        raise ConfigError(f"task.mixture is {t.mixture}: shares must be positive numbers.")
+    unknown = sorted({*t.mixture_params} - {*t.mixture} | {*c.levels} - {*names})
+    if unknown:
+        raise ConfigError(f"task.mixture_params or task.curriculum.levels names {', '.join(unknown)}, which the task does not draw from.")
+    if any(not levels for levels in c.levels.values()):
+        raise ConfigError("task.curriculum.levels has a data set with an empty list: give at least one level, or leave the data set out.")
+    if c.lower_below >= c.raise_above:
+        raise ConfigError(
+            f"task.curriculum.lower_below is {c.lower_below} and raise_above {c.raise_above}: the first must be below the second."
+        )
+
+
+def _check_rewards(t: "TaskConfig") -> None:
+    names = [*t.reward_weights] or [t.reward]
+    for name in names:
+        if name not in BUILT_IN_REWARDS and not _CALLABLE.match(name):
+            raise ConfigError(
+                f"task.{'reward_weights' if t.reward_weights else 'reward'} has {name!r}, but must be {', '.join(BUILT_IN_REWARDS)} or an "
+                "import path: write package.module:function."
+            )
+    if sum(name not in BUILT_IN_REWARDS for name in names) > MAX_USER_REWARDS:
+        raise ConfigError(f"task.reward_weights has more than {MAX_USER_REWARDS} import paths: combine some in one function.")
+    if any(not math.isfinite(weight) for weight in t.reward_weights.values()):
+        raise ConfigError(f"task.reward_weights is {t.reward_weights}: weights must be finite numbers.")
+    if "judge" in names and (not t.judge.url or not t.judge.model):
+        raise ConfigError("the reward judge needs task.judge.url and task.judge.model: give the endpoint and the name of its model.")

@@ -6,7 +6,7 @@
     VllmEngine <- receipt <- weight sync <- MegatronEngine.train_step <- TIS weights <- old log-probs
 
 A step ends with the engine on the new weights, so staleness is 0 and the mismatch is numerics alone. State between steps is
-the trainer's state and the step number: prompts, sampling seeds and learning rate are functions of the step.
+the trainer's state, the step number and a curriculum's levels: prompts, sampling seeds and learning rate are functions of those.
 """
 
 import signal
@@ -17,13 +17,15 @@ from typing import Any
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError, StorageError, UserError
+from e2e_fp8.observability.health import HealthWatch
+from e2e_fp8.observability.history import read_records
 from e2e_fp8.observability.metrics import truncate_jsonl
 from e2e_fp8.observability.progress import Progress, print_summary
 from e2e_fp8.observability.report import write_report
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.environment import describe_environment
-from e2e_fp8.orchestration.evaluate import example_record, held_out_reward
+from e2e_fp8.orchestration.evaluate import example_record, held_out_metrics
 from e2e_fp8.orchestration.metrics_sink import open_sink
 from e2e_fp8.orchestration.receipts import RECEIPTS, ReceiptLog
 from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
@@ -80,6 +82,7 @@ class Run:
             self.folder.write_inputs(self.cfg, describe_environment())
         self.sink = open_sink(self.cfg, self.folder.root, self.global_step)
         self.progress = Progress(warm_steps=self.warm_steps, rl_steps=self.cfg.run.steps)
+        self.health = HealthWatch(self.cfg.health, read_records(self.folder.root))
         self.stop = StopFlag()
         self.checkpoint_seconds: float | None = None
         """Duration of a checkpoint not yet logged: it is written after its step's record, so the next record carries it."""
@@ -96,6 +99,8 @@ class Run:
         self.session.trainer.load_state_dict(state["trainer"])
         self.global_step = int(state["global_step"])
         self.seconds_before = float(state["seconds"])
+        if self.session.task.curriculum is not None:
+            self.session.task.curriculum.load_state_dict(state["curriculum"])
         if state.get("reference") is not None:
             self.session.make_reference(state["reference"])
         self._rewind(self.global_step)
@@ -129,6 +134,8 @@ class Run:
         record["time"] = self._seconds()
         self.sink.log(self.global_step, record)
         self.progress.update(self.global_step, record)
+        for alarm in self.health.observe(self.global_step, record):
+            self.progress.note(f"ALARM {alarm}")
         self.boundary_version = self.session.trainer.policy_version
 
     def checkpoint(self) -> None:
@@ -141,6 +148,8 @@ class Run:
             "global_step": self.global_step,
             "seconds": self._seconds(),
         }
+        if self.session.task.curriculum is not None:
+            state["curriculum"] = self.session.task.curriculum.state_dict()
         if self.session.reference is not None:
             state["reference"] = self.session.reference.state_dict()
         self.store.save(self.global_step, state)
@@ -174,9 +183,9 @@ class Run:
             self.checkpoint()
 
     def _log_start(self) -> None:
-        reward = held_out_reward(self.session, self.cfg.run.eval_samples)
-        self.folder.append("evaluations.jsonl", {"step": self.global_step, "reward/held_out": reward})
-        self.progress.note(f"held-out reward before RL: {reward:.3f}")
+        metrics = held_out_metrics(self.session, self.cfg.run.eval_samples)
+        self.folder.append("evaluations.jsonl", {"step": self.global_step} | metrics)
+        self.progress.note(f"held-out reward before RL: {metrics['reward/held_out']:.3f}")
 
     def _rl_step(self, step: int) -> None:
         timer = PhaseTimer()
@@ -199,10 +208,11 @@ class Run:
 
     def _evaluate(self, outcome: StepOutcome, timer: PhaseTimer) -> None:
         with timer("eval"):
-            outcome.record["reward/held_out"] = held_out_reward(self.session, self.cfg.run.eval_samples)
+            metrics = held_out_metrics(self.session, self.cfg.run.eval_samples)
+        outcome.record.update(metrics)
         outcome.record["time/eval"] = timer.seconds()["eval"]
         step = self.global_step + 1
-        self.folder.append("evaluations.jsonl", {"step": step, "reward/held_out": outcome.record["reward/held_out"]})
+        self.folder.append("evaluations.jsonl", {"step": step} | metrics)
         for sample in outcome.samples[:4]:
             self.folder.append("samples.jsonl", {"step": step} | example_record(sample.prompt, sample, sample.reward))
 

@@ -13,8 +13,9 @@ from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
+from e2e_fp8.tasks.scoring import Scores
 from e2e_fp8.training.tile_census import TileCensus
-from e2e_fp8.types import PackedBatch, Sample, StepReport, TokenStats
+from e2e_fp8.types import PackedBatch, Prompt, Sample, StepReport, TokenStats
 from e2e_fp8.update.advantages import GroupStats, group_advantages
 from e2e_fp8.update.loss_fn import make_loss_fn
 
@@ -35,12 +36,14 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
     """
     cfg = session.cfg
     rollout = session.start_rollout()
+    trained_version = session.trainer.policy_version
     with timer("rollout"):
-        prompts = prompts_of_step(session.task.train, step, cfg.rollout.prompts_per_step, cfg.run.seed)
+        prompts = _prompts(session, step)
         samples = rollout.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
         rollout.sleep()
     with timer("reward"):
-        samples = [replace(s, reward=session.task.score(s.prompt, s.response_text)) for s in samples]
+        scores = session.task.score_all([(s.prompt, s.response_text) for s in samples])
+        samples = [replace(s, reward=reward) for s, reward in zip(samples, scores.rewards, strict=True)]
     advantages, groups = group_advantages(
         torch.tensor([s.reward for s in samples]),
         torch.tensor([s.group_id for s in samples]),
@@ -48,7 +51,7 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
         eps=cfg.objective.advantage_eps,
     )
     with timer("old_log_probs"):
-        scored = [_score(session, part) for part in _pack(session, samples, advantages)]
+        scored = [_score(session, part, timer) for part in _pack(session, samples, advantages)]
         minibatches = [batches for batches, _ in scored]
         batches, stats = [b for part in minibatches for b in part], [s for _, part in scored for s in part]
     mismatch = _mismatch(batches, cfg.correction.rollout_is_threshold)
@@ -56,13 +59,26 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
         reports, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
     with timer("sync"):
         sync = session.sync()
-    record = _rollout_metrics(samples, groups) | mismatch | _update_metrics(reports) | tiles
+    record = _rollout_metrics(samples, groups) | _part_metrics(scores) | mismatch | _update_metrics(reports) | tiles
     record["entropy"] = _entropy(batches, stats)
     record |= _cost_metrics(samples, batches, timer, sync)
+    if session.task.curriculum is not None:
+        passed = [s.reward >= cfg.task.curriculum.pass_reward for s in samples]
+        record |= session.task.curriculum.observe([s.prompt for s in samples], passed)
+    record["staleness/max"] = float(trained_version - min(s.policy_version for s in samples))
+    record |= _advantage_metrics(samples, advantages)
+    if rollout.prefix_cache_hit_rate is not None:
+        record["rollout/prefix_cache_hit_rate"] = rollout.prefix_cache_hit_rate
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
     record["learning_rate"] = warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps)
     return StepOutcome(record=record, samples=samples, sync=sync)
+
+
+def _prompts(session: Session, step: int) -> list[Prompt]:
+    """Prompts of a step: a function of seed and step, and with a curriculum of its levels too."""
+    count, seed, curriculum = session.cfg.rollout.prompts_per_step, session.cfg.run.seed, session.task.curriculum
+    return prompts_of_step(session.task.train, step, count, seed) if curriculum is None else curriculum.prompts_of_step(step, count, seed)
 
 
 def _pack(session: Session, samples: Sequence[Sample], advantages: torch.Tensor) -> list[list[PackedBatch]]:
@@ -75,12 +91,13 @@ def _pack(session: Session, samples: Sequence[Sample], advantages: torch.Tensor)
     ]
 
 
-def _score(session: Session, batches: list[PackedBatch]) -> tuple[list[PackedBatch], list[TokenStats]]:
+def _score(session: Session, batches: list[PackedBatch], timer: PhaseTimer) -> tuple[list[PackedBatch], list[TokenStats]]:
     """Add the trainer's old log-probs, and the reference policy's where the KL term needs them."""
     stats = session.trainer.token_stats(batches)
     batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
     if session.reference is not None:
-        reference = session.reference.token_stats(batches)
+        with timer("reference"):
+            reference = session.reference.token_stats(batches)
         batches = [replace(b, ref_log_probs=r.log_probs * b.loss_mask) for b, r in zip(batches, reference, strict=True)]
     return batches, stats
 
@@ -130,6 +147,23 @@ def _rollout_metrics(samples: Sequence[Sample], groups: GroupStats) -> dict[str,
         "groups/degenerate": float(groups.degenerate),
         "groups/total": float(groups.total),
     }
+
+
+def _part_metrics(scores: Scores) -> dict[str, float]:
+    """Means of several rewards by name, and how many ran out of time."""
+    record = {"reward/timeouts": float(scores.timeouts)} if scores.timeouts else {}
+    if len(scores.parts) > 1:
+        record |= {f"reward/part/{name}": sum(values) / len(values) for name, values in scores.parts.items() if values}
+    return record
+
+
+def _advantage_metrics(samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
+    """Mean |advantage| of responses longer than the median over that of the others; nothing when either side has none."""
+    lengths = torch.tensor([len(s.response_token_ids) for s in samples])
+    long, magnitude = lengths > lengths.median(), advantages.abs()
+    if not bool(long.any()) or not float(magnitude[~long].sum()):
+        return {}
+    return {"advantages/long_to_short": float(magnitude[long].mean() / magnitude[~long].mean())}
 
 
 def _update_metrics(reports: Sequence[StepReport]) -> dict[str, float]:

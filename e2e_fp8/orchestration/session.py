@@ -88,7 +88,8 @@ class Session:
         return sync_weights(self.trainer, rollout, self.cfg, self.model_dir.parent / "sync")
 
     def close(self) -> None:
-        """Stop the engine."""
+        """Stop the reward workers and the engine."""
+        self.task.close()
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None

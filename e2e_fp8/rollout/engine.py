@@ -96,6 +96,8 @@ class VllmEngine:
         self.layout = engine_layout(self.hf_config)
         self.policy_version: int | None = None
         """Version of the weights delivered last; None before the first delivery and after one that stopped half-way."""
+        self.prefix_cache_hit_rate: float | None = None
+        """Share of the prompt tokens of the last generation that came from the prefix cache; None before the first."""
         self._refusal = "The rollout engine has no weights yet: call update_weights before generate."
         self.eos_token_id = eos_token_id
         self.decode = decode
@@ -178,16 +180,19 @@ class VllmEngine:
                 order[request_id] = index * group_size + member
                 engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params)
         finished: list[Any] = [None] * len(order)
+        cached_tokens = 0
         deadline, done, steps = time.monotonic() + self.cfg.rollout.timeout_s, 0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 finished[order[output.request_id]] = output.outputs[0]
+                cached_tokens += output.num_cached_tokens or 0
                 done += 1
             steps += 1
             self._thread.progress = f"{done} of {len(order)} samples finished after {steps} steps"
             if time.monotonic() > deadline:
                 # The caller has given up by now; do not compete with it for the processor.
                 raise EngineError("generation abandoned")
+        self.prefix_cache_hit_rate = cached_tokens / max(1, group_size * sum(len(p.token_ids) for p in prompts))
         return finished
 
     def _sample(self, prompt: Prompt, group_id: int, output: Any) -> Sample:

@@ -51,6 +51,8 @@ class ServerEngine:
         self.hf_config = read_hf_config(model_dir)
         self.policy_version: int | None = None
         """Version of the weights delivered last; None before the first delivery."""
+        self.prefix_cache_hit_rate: float | None = None
+        """Always None: the answers of the server do not say."""
         self.eos_token_id, self.decode = eos_token_id, decode
         self.process = self._start(model_dir) if cfg.rollout.server_url is None else None
         try:

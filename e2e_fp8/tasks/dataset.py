@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,36 @@ from typing import Any
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.task import TaskConfig
 from e2e_fp8.errors import ConfigError, DataError
-from e2e_fp8.tasks.rewards import RewardFunction, math_reward, strict_score, user_reward
+from e2e_fp8.tasks.curriculum import Curriculum
+from e2e_fp8.tasks.gym import Pool, gym_entries, pools_of, split_pools
+from e2e_fp8.tasks.scoring import Scorer, Scores
 from e2e_fp8.tasks.tokenizer import HfTokenizer, load_tokenizer, train_tokenizer
 from e2e_fp8.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Training and held-out prompts with their reward and tokenizer."""
+    """Training and held-out prompts with their rewards and tokenizer."""
 
     train: list[Prompt]
     held_out: list[Prompt]
     """Disjoint from ``train`` by prompt text."""
     tokenizer: HfTokenizer
-    reward: RewardFunction
+    scorer: Scorer
+    curriculum: Curriculum | None
+    """Chooses the prompts of a step where there are several data sets or levels."""
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         """Finite reward of one response; DataError naming the prompt otherwise."""
-        return strict_score(self.reward, prompt, response_text)
+        return self.scorer.score_all([(prompt, response_text)]).rewards[0]
+
+    def score_all(self, responses: Sequence[tuple[Prompt, str]]) -> Scores:
+        """Rewards of many responses, in order, in parallel where task.reward_workers says so."""
+        return self.scorer.score_all(responses)
+
+    def close(self) -> None:
+        """Stop the reward workers."""
+        self.scorer.close()
 
 
 def load_task(cfg: Config) -> Task:
@@ -37,8 +49,8 @@ def load_task(cfg: Config) -> Task:
         DataError: no usable prompts, malformed files, or a prompt longer than the window.
         ConfigError: unknown data set or reward.
     """
-    prompts, verifier = _reasoning_gym(cfg.task) if cfg.task.kind == "reasoning_gym" else _from_file(cfg.task)
-    train, held_out = _split(prompts, cfg.task)
+    pools, held_out = _prompts(cfg.task)
+    train = [prompt for prompts in pools.values() for prompt in prompts]
     if cfg.training.warm_start.steps:
         _require_answers(train)
     # a checkpoint comes with the tokenizer its embedding was trained with
@@ -50,11 +62,13 @@ def load_task(cfg: Config) -> Task:
     else:
         tokenizer = load_tokenizer(Path(source))
     limit = cfg.rollout.max_model_len - cfg.rollout.max_response_tokens
+    pools = {pool: [_encoded(p, tokenizer, limit) for p in prompts] for pool, prompts in pools.items()}
     return Task(
-        train=[_encoded(p, tokenizer, limit) for p in train],
+        train=[prompt for prompts in pools.values() for prompt in prompts],
         held_out=[_encoded(p, tokenizer, limit) for p in held_out],
         tokenizer=tokenizer,
-        reward=_reward(cfg.task, verifier),
+        scorer=Scorer(cfg.task),
+        curriculum=_curriculum(cfg.task, pools),
     )
 
 
@@ -93,25 +107,38 @@ def _split(prompts: list[Prompt], task: TaskConfig) -> tuple[list[Prompt], list[
     return distinct[task.held_out_size :][: task.train_size], distinct[: task.held_out_size]
 
 
-def _reasoning_gym(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        import reasoning_gym
-
-    # twice as many as asked for: procedural generators repeat prompts, and the split needs distinct ones
-    size = 2 * (task.train_size + task.held_out_size)
-    try:
-        data = reasoning_gym.create_dataset(task.name, **{"size": size, "seed": task.seed, **task.params})
-        entries = [data[i] for i in range(len(data))]
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"task.name {task.name} with task.params {task.params}: reasoning-gym refuses them ({error}).") from error
-    prompts = [
-        Prompt(uid=f"{task.name}-{i}", text=e["question"], token_ids=(), answer=_text(e["answer"]), metadata={"entry": e})
-        for i, e in enumerate(entries)
+def _gym_prompts(task: TaskConfig, pool: Pool) -> list[Prompt]:
+    name, level = pool
+    label = f"{name}-level{level}" if task.curriculum.levels.get(name) else name
+    return [
+        Prompt(
+            uid=f"{label}-{i}",
+            text=e["question"],
+            token_ids=(),
+            answer=_text(e["answer"]),
+            metadata={"entry": e, "source": name, "level": level},
+        )
+        for i, e in enumerate(gym_entries(task, pool))
     ]
-    return prompts, lambda prompt, response: data.score_answer(answer=response.strip(), entry=prompt.metadata["entry"])
+
+
+def _prompts(task: TaskConfig) -> tuple[dict[Pool, list[Prompt]], list[Prompt]]:
+    """(training prompts by pool, held-out prompts); a file is one pool."""
+    if task.kind == "reasoning_gym" and (task.mixture or task.curriculum.levels):
+        return split_pools({pool: _gym_prompts(task, pool) for pool in pools_of(task)}, task)
+    only = ("", 0) if task.kind == "file" else (task.name, 0)
+    train, held_out = _split(_from_file(task) if task.kind == "file" else _gym_prompts(task, only), task)
+    return {only: train}, held_out
+
+
+def _curriculum(task: TaskConfig, pools: dict[Pool, list[Prompt]]) -> Curriculum | None:
+    """None where there is nothing to choose."""
+    if len(pools) == 1:
+        return None
+    names = list(dict.fromkeys(name for name, _ in pools))
+    weights = {name: task.mixture.get(name, 1.0) for name in names}
+    by_name = {name: [prompts for (of, _), prompts in pools.items() if of == name] for name in names}
+    return Curriculum(pools=by_name, weights=weights, cfg=task.curriculum)
 
 
 def _text(answer: Any) -> str:
@@ -119,7 +146,7 @@ def _text(answer: Any) -> str:
     return "" if answer is None else str(answer)
 
 
-def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
+def _from_file(task: TaskConfig) -> list[Prompt]:
     if task.path is None:
         raise ConfigError("task.path is needed with task.kind: file; give a JSONL or parquet file.")
     path = Path(task.path)
@@ -140,7 +167,7 @@ def _from_file(task: TaskConfig) -> tuple[list[Prompt], RewardFunction]:
                 metadata=extra,
             )
         )
-    return prompts, lambda prompt, response: float(response.strip() == prompt.answer.strip())
+    return prompts
 
 
 def _rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -172,13 +199,3 @@ def _rows(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(f"{path} line {number} is not a JSON object.")
         yield f"{path} line {number}", number, row
-
-
-def _reward(task: TaskConfig, verifier: RewardFunction) -> RewardFunction:
-    if task.reward == "verifier":
-        return verifier
-    if task.reward == "math":
-        return math_reward
-    if ":" not in task.reward:
-        raise ConfigError(f"task.reward: {task.reward!r} is not verifier, math or package.module:function.")
-    return user_reward(task.reward)

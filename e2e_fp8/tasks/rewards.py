@@ -1,17 +1,55 @@
-"""Reward functions and the strict wrapper around them."""
+"""Reward functions, which of them a configuration asks for, and the strict wrapper around them. Free of torch."""
 
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from e2e_fp8.errors import ConfigError, DataError
-from e2e_fp8.types import Prompt
+from e2e_fp8.config.task import TaskConfig
+from e2e_fp8.errors import ConfigError, DataError, UserError
 
-RewardFunction = Callable[[Prompt, str], float]
+if TYPE_CHECKING:
+    from e2e_fp8.types import Prompt  # imports torch, which a reward worker does not need
+
+RewardFunction = Callable[["Prompt", str], float]
 
 
-def math_reward(prompt: Prompt, response_text: str) -> float:
+def reward_functions(task: TaskConfig) -> dict[str, RewardFunction]:
+    """The functions of ``task.reward_weights``, or of ``task.reward``, by name and in order.
+
+    Raises:
+        ConfigError: a user's function cannot be imported.
+    """
+    return {name: _reward_function(name, task) for name in task.reward_weights or {task.reward: 1.0}}
+
+
+def _reward_function(name: str, task: TaskConfig) -> RewardFunction:
+    if name == "verifier":
+        return _verifier(task)
+    if name == "math":
+        return math_reward
+    if name == "code":
+        from e2e_fp8.tasks.code_reward import code_reward
+
+        return lambda prompt, response: code_reward(prompt, response, task.code)
+    if name == "judge":
+        from e2e_fp8.tasks.judge import judge_reward
+
+        return lambda prompt, response: judge_reward(prompt, response, task.judge)
+    if ":" not in name:
+        raise ConfigError(f"task.reward: {name!r} is not verifier, math, code, judge or package.module:function.")
+    return user_reward(name)
+
+
+def _verifier(task: TaskConfig) -> RewardFunction:
+    if task.kind == "file":
+        return lambda prompt, response: float(response.strip() == prompt.answer.strip())
+    from e2e_fp8.tasks.gym import GymVerifier
+
+    return GymVerifier(task)
+
+
+def math_reward(prompt: "Prompt", response_text: str) -> float:
     """1.0 when math-verify finds the response's final expression equal to the reference answer, else 0.0.
 
     Raises:
@@ -44,14 +82,17 @@ def user_reward(import_path: str) -> RewardFunction:
     return lambda prompt, response: function(prompt.text, response, prompt.answer, prompt.metadata)
 
 
-def strict_score(reward: RewardFunction, prompt: Prompt, response_text: str) -> float:
+def strict_score(reward: RewardFunction, prompt: "Prompt", response_text: str) -> float:
     """Finite reward of one response.
 
     Raises:
-        DataError: the function raised, or returned something that is not a finite number; names the prompt.
+        UserError: what the function itself says is the user's to mend (a judge that does not answer).
+        DataError: the function raised anything else, or returned something that is not a finite number; names the prompt.
     """
     try:
         value = float(reward(prompt, response_text))
+    except UserError:
+        raise
     except Exception as error:
         raise DataError(
             f"the reward of prompt {prompt.uid} raised {type(error).__name__}: {error} "
