@@ -46,6 +46,8 @@ class Sample:
     """``stop`` or ``length``."""
     policy_version: int
     """Version of the weights that generated every token of this response."""
+    response_mask: tuple[bool, ...] | None = None
+    """R flags, False for tokens that a tool wrote (their ``rollout_log_probs`` are 0); None when the policy sampled all."""
     reward: float = 0.0
     """Set by the verifier after generation; finite."""
 

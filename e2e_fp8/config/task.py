@@ -50,6 +50,16 @@ class CurriculumConfig(Section):
     pass_reward: float = Field(default=1.0, description="A response is a success at this reward or above.")
 
 
+class ToolConfig(Section):
+    """Tools that a response may call, in turns: the policy writes ``<tool>NAME: INPUT</tool>`` and reads ``<result>OUTPUT</result>``."""
+
+    names: tuple[str, ...] = Field(
+        default=(), description="Tools on offer: calculator, or package.module:function called as function(text) -> text; none: one turn."
+    )
+    max_turns: int = Field(default=4, ge=1, description="Turns of the policy in one response; rollout.max_response_tokens bounds each.")
+    max_result_tokens: int = Field(default=64, ge=1, description="Tokens of one tool result; the rest is cut off.")
+
+
 class TaskConfig(Section):
     """A procedural reasoning-gym data set, or prompts from a file."""
 
@@ -83,6 +93,7 @@ class TaskConfig(Section):
     on_reward_timeout: Literal["refuse", "zero"] = Field(
         default="refuse", description="A reward that ran out of time: stop with an error that names the prompt, or count it and give 0."
     )
+    tools: ToolConfig = Field(default=ToolConfig(), description="Tools that a response may call.")
     code: CodeConfig = Field(default=CodeConfig(), description="Unit tests of code responses.")
     judge: JudgeConfig = Field(default=JudgeConfig(), description="Language model as judge.")
     train_size: int = Field(default=2048, ge=1, description="Training prompts generated or read; of each data set and level if several.")

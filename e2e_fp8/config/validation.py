@@ -300,6 +300,16 @@ def _check_task(cfg: "Config") -> None:
         raise ConfigError("task.params is set, but task.kind is file: these are arguments of reasoning-gym data sets, so remove them.")
     _check_mixture(t)
     _check_rewards(t)
+    _check_tools(cfg)
+
+
+def _check_tools(cfg: "Config") -> None:
+    names = cfg.task.tools.names
+    for name in names:
+        if name != "calculator" and not _CALLABLE.match(name):
+            raise ConfigError(f"task.tools.names has {name!r}, but must be calculator or an import path: write package.module:function.")
+    if names and not any("</tool>".endswith(text) for text in cfg.rollout.stop):
+        raise ConfigError("task.tools.names is set, but nothing stops the engine at a call: add '</tool>' to rollout.stop.")
 
 
 def _check_mixture(t: "TaskConfig") -> None:

@@ -151,17 +151,18 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     for figure in final_figures(history):
         style = {True: "green", False: "bold red", None: ""}[figure.good]
         table.add_row(figure.label, f"[{style}]{figure.value}[/]" if style else figure.value, figure.note)
-    for verdict in history.health():
-        if verdict.firing:
-            table.add_row("Alarm", f"[bold red]{escape(verdict.sentence())}[/]", "")
     per_step = {p: s / len(history.values(f"time/{p}")) for p, s in history.phase_seconds().items()}
     table.add_row(
         "Seconds per step", "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in per_step.items()), "mean over steps with the phase"
     )
     bounds = "  ".join(f"{phase} {bound:.2f}x" for phase, _, _, bound in amdahl_bounds(history))
-    table.add_row("At most, if a phase cost nothing", bounds, "Amdahl's bound on the speed of an RL step")
+    table.add_row("Speed bounds", bounds, "of an RL step if the phase cost nothing")
     report = Path(run_dir) / "report.html"
     table.add_row(
         "Report", escape(str(report)) if report.exists() else "not written", "" if report.exists() else "e2e-fp8 report RUN_DIR writes it"
     )
-    (console or Console(highlight=False)).print(table)
+    console = console or Console(highlight=False)
+    console.print(table)
+    for verdict in history.health():
+        if verdict.firing:
+            console.print(f"[bold red]ALARM[/] {escape(verdict.sentence())}")

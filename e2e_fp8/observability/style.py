@@ -49,6 +49,10 @@ svg{display:block;width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th{position:sticky;top:0;background:var(--panel);text-align:left;color:var(--soft);font-weight:600;box-shadow:inset 0 -1px var(--edge)}
 th,td{padding:7px 14px;vertical-align:top;white-space:pre-wrap;overflow-wrap:anywhere}
+.health .scroll{max-height:none}
+.health td:first-child{min-width:170px}
+.health td:last-child{min-width:240px}
+.health th,.health td:nth-child(n+2):nth-child(-n+5){white-space:nowrap;overflow-wrap:normal}
 tbody tr+tr td{border-top:1px solid var(--edge)}
 details{margin-top:18px}
 summary{cursor:pointer;font-size:18px;font-weight:600;margin-bottom:10px}

@@ -23,6 +23,8 @@ class _Row:
     prompt_length: int
     advantage: float
     rollout_log_probs: tuple[float, ...]
+    response_mask: tuple[bool, ...] | None = None
+    """Which response tokens are trained; None: all."""
 
     def __post_init__(self) -> None:
         # either would shift every later entry of the packed arrays
@@ -32,6 +34,8 @@ class _Row:
             raise ValueError(
                 f"prompt {self.uid}: {len(self.rollout_log_probs)} log-probs for {len(self.tokens) - self.prompt_length} response tokens"
             )
+        if self.response_mask is not None and len(self.response_mask) != len(self.rollout_log_probs):
+            raise ValueError(f"prompt {self.uid}: {len(self.response_mask)} mask entries for {len(self.rollout_log_probs)} response tokens")
 
 
 def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
@@ -67,9 +71,10 @@ def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
         positions += range(length)
         # position t predicts token t + 1, so the response is predicted from the last prompt position on
         silent = row.prompt_length - 1
-        mask += [0.0] * silent + [1.0] * response + [0.0]
-        advantages += [0.0] * silent + [row.advantage] * response + [0.0]
-        rollout += [0.0] * silent + list(row.rollout_log_probs) + [0.0]
+        trained = row.response_mask or (True,) * response
+        mask += [0.0] * silent + [float(t) for t in trained] + [0.0]
+        advantages += [0.0] * silent + [row.advantage if t else 0.0 for t in trained] + [0.0]
+        rollout += [0.0] * silent + [p if t else 0.0 for p, t in zip(row.rollout_log_probs, trained, strict=True)] + [0.0]
         boundaries.append(len(tokens))
     mask_T = torch.tensor(mask, dtype=torch.float32, device=device)
     return PackedBatch(
@@ -100,6 +105,7 @@ def pack_samples(
             prompt_length=len(s.prompt.token_ids),
             advantage=float(a),
             rollout_log_probs=s.rollout_log_probs,
+            response_mask=s.response_mask,
         )
         for s, a in zip(samples, advantages_N, strict=True)
     ]

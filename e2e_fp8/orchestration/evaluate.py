@@ -19,7 +19,7 @@ EVALUATION_STEP = -2
 def held_out_samples(session: Session, samples_per_prompt: int) -> list[tuple[Sample, float]]:
     """Sample every held-out prompt and score it."""
     seed = generation_seed(session.cfg.run.seed, EVALUATION_STEP)
-    samples = session.start_rollout().generate(session.task.held_out, group_size=samples_per_prompt, seed=seed)
+    samples = session.generate(session.task.held_out, group_size=samples_per_prompt, seed=seed)
     scores = session.task.score_all([(s.prompt, s.response_text) for s in samples])
     return list(zip(samples, scores.rewards, strict=True))
 

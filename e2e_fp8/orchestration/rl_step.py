@@ -39,7 +39,7 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
     trained_version = session.trainer.policy_version
     with timer("rollout"):
         prompts = _prompts(session, step)
-        samples = rollout.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
+        samples = session.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
         rollout.sleep()
     with timer("reward"):
         scores = session.task.score_all([(s.prompt, s.response_text) for s in samples])

@@ -1,6 +1,7 @@
 """Everything a run holds: task, trainer, engine, folder. Built once, closed once."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from e2e_fp8.errors import ConfigError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.environment import prepare
+from e2e_fp8.orchestration.episodes import generate_episodes
 from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
@@ -18,6 +20,7 @@ from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
+from e2e_fp8.types import Prompt, Sample
 
 
 def write_model_dir(cfg: Config, task: Task, model_dir: Path) -> None:
@@ -79,6 +82,23 @@ class Session:
             else:
                 self.rollout = VllmEngine(self.cfg, self.model_dir, tokenizer.eos_token_id, tokenizer.decode)
         return self.rollout
+
+    def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
+        """Samples of the engine, in turns with tools where task.tools names some."""
+        engine, cfg = self.start_rollout(), self.cfg
+        if not self.task.tools:
+            return engine.generate(prompts, group_size=group_size, seed=seed)
+        return generate_episodes(
+            engine,
+            prompts,
+            group_size=group_size,
+            seed=seed,
+            tools=self.task.tools,
+            tokenizer=self.task.tokenizer,
+            max_turns=cfg.task.tools.max_turns,
+            max_result_tokens=cfg.task.tools.max_result_tokens,
+            longest_prompt=cfg.rollout.max_model_len - cfg.rollout.max_response_tokens,
+        )
 
     def sync(self) -> SyncReport:
         """Deliver the trainer's weights into the engine."""

@@ -14,6 +14,7 @@ from e2e_fp8.tasks.curriculum import Curriculum
 from e2e_fp8.tasks.gym import Pool, gym_entries, pools_of, split_pools
 from e2e_fp8.tasks.scoring import Scorer, Scores
 from e2e_fp8.tasks.tokenizer import HfTokenizer, load_tokenizer, train_tokenizer
+from e2e_fp8.tasks.tools import Tool, load_tools
 from e2e_fp8.types import Prompt
 
 
@@ -28,6 +29,8 @@ class Task:
     scorer: Scorer
     curriculum: Curriculum | None
     """Chooses the prompts of a step where there are several data sets or levels."""
+    tools: dict[str, Tool]
+    """Tools that responses may call; empty for responses of one turn."""
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         """Finite reward of one response; DataError naming the prompt otherwise."""
@@ -69,6 +72,7 @@ def load_task(cfg: Config) -> Task:
         tokenizer=tokenizer,
         scorer=Scorer(cfg.task),
         curriculum=_curriculum(cfg.task, pools),
+        tools=load_tools(cfg.task.tools),
     )
 
 

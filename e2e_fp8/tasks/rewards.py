@@ -70,16 +70,26 @@ def user_reward(import_path: str) -> RewardFunction:
     Raises:
         ConfigError: the module or the function cannot be imported.
     """
+    function = imported_function(import_path, "task.reward")
+    return lambda prompt, response: function(prompt.text, response, prompt.answer, prompt.metadata)
+
+
+def imported_function(import_path: str, field: str) -> Callable[..., Any]:
+    """The function at ``package.module:function``; ``field`` is the configuration field that names it.
+
+    Raises:
+        ConfigError: the module or the function cannot be imported.
+    """
     module_name, _, attribute = import_path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"task.reward: {import_path} cannot be imported ({error}); give package.module:function on the Python path."
+            f"{field}: {import_path} cannot be imported ({error}); give package.module:function on the Python path."
         ) from error
     if not callable(function):
-        raise ConfigError(f"task.reward: {import_path} is a {type(function).__name__}, not a function; give package.module:function.")
-    return lambda prompt, response: function(prompt.text, response, prompt.answer, prompt.metadata)
+        raise ConfigError(f"{field}: {import_path} is a {type(function).__name__}, not a function; give package.module:function.")
+    return function
 
 
 def strict_score(reward: RewardFunction, prompt: "Prompt", response_text: str) -> float:
