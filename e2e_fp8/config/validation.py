@@ -337,8 +337,8 @@ def _check_rewards(t: "TaskConfig") -> None:
     for name in names:
         if name not in BUILT_IN_REWARDS and not _CALLABLE.match(name):
             raise ConfigError(
-                f"task.{'reward_weights' if t.reward_weights else 'reward'} has {name!r}, but must be {', '.join(BUILT_IN_REWARDS)} or an "
-                "import path: write package.module:function."
+                f"task.{'reward_weights has' if t.reward_weights else 'reward is'} {name!r}, but must be {', '.join(BUILT_IN_REWARDS)} or "
+                "an import path: write package.module:function."
             )
     if sum(name not in BUILT_IN_REWARDS for name in names) > MAX_USER_REWARDS:
         raise ConfigError(f"task.reward_weights has more than {MAX_USER_REWARDS} import paths: combine some in one function.")

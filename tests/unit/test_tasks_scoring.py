@@ -135,7 +135,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"reward": "maths"}, r"task\.reward has 'maths'"),
+        ({"reward": "maths"}, r"task\.reward is 'maths'"),
         ({"reward_weights": {"math": 1.0, "x": 1.0}}, r"task\.reward_weights has 'x'"),
         ({"reward_weights": {f"m:f{i}": 1.0 for i in range(9)}}, "more than 8 import paths"),
         ({"reward": "judge"}, r"task\.judge\.url"),
