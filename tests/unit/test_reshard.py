@@ -8,7 +8,7 @@ from layout_cases import plan_of
 from references import layout_reference as reference
 
 from e2e_fp8.errors import LayoutError
-from e2e_fp8.export.reshard import deliver, fill_padding, outgoing
+from e2e_fp8.sync.reshard import deliver, fill_padding, outgoing
 from e2e_fp8.layout import engine_shards
 from e2e_fp8.layout.engine import scale_name
 from e2e_fp8.layout.plan import Plan
