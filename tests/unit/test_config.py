@@ -227,8 +227,10 @@ BF16_TRAINING = {"numerics": {"training_precision": "bf16"}}
     [
         (
             {"training": {"parallel": {"tensor": 2, "expert_tensor": 2}}, "model": {"moe_intermediate_size": 128}},
-            ("layers.{0-1}.mlp.experts.routed_experts.w13_weight: mlp.experts.0.gate_proj.weight at rows 64",)
-            + ("training.parallel.tensor=2 training.parallel.expert_tensor=1 rollout.tensor_parallel=1",),
+            (
+                "layers.{0-1}.mlp.experts.routed_experts.w13_weight: mlp.experts.0.gate_proj.weight at rows 64",
+                "training.parallel.tensor=2 training.parallel.expert_tensor=1 rollout.tensor_parallel=1",
+            ),
         ),
         (
             SERVED | {"model": {"moe_intermediate_size": 128}},
