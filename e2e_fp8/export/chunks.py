@@ -20,7 +20,7 @@ def by_chunk(weights: Iterable[NamedWeight], layout: Sequence[ShardedParameter])
         layout: what the rank should hold (``MegatronEngine.layout_of``).
 
     Raises:
-        LayoutError: a weight of the layout is missing, or one that it does not know is there.
+        LayoutError: a weight of the layout is missing or has another shape, or one that it does not know is there.
     """
     held = {name: (tensor, scale_inv) for name, tensor, scale_inv in weights}
     chunks = 1 + max((entry.chunk for entry in layout), default=0)
@@ -31,6 +31,8 @@ def by_chunk(weights: Iterable[NamedWeight], layout: Sequence[ShardedParameter])
         if full not in held:
             raise LayoutError(f"This rank's layout has {full}, but the trainer gave no such weight: model and layout are different ones.")
         tensor, scale_inv = held.pop(full)
+        if tuple(tensor.shape) != entry.shape:
+            raise LayoutError(f"The trainer holds {full} as {list(tensor.shape)}, but this rank's layout has {list(entry.shape)}.")
         tensors[entry.chunk][entry.name] = tensor
         if scale_inv is not None:
             scales[entry.chunk][entry.name] = scale_inv

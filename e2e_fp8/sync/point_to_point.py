@@ -23,7 +23,7 @@ from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.sync.buckets import ALIGNMENT
 from e2e_fp8.sync.process_group import PairGroup
-from e2e_fp8.sync.reshard import CARRIERS, Piece, fill_padding, outgoing, places
+from e2e_fp8.sync.reshard import CARRIERS, Piece, check_parameters, fill_padding, outgoing, places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,7 @@ def receive(
     trainers, engines = plan.train.world_size, plan.rollout.world_size
 
     def check() -> list[tuple[int, Message]]:
+        check_parameters(plan, rank, parameters)
         by_source: dict[int, list[Copy]] = {}
         for copy in plan.copies(rank):
             by_source.setdefault(copy.source_rank, []).append(copy)

@@ -90,6 +90,19 @@ def deliver(pieces: Iterable[Piece], parameters: Mapping[str, torch.Tensor]) -> 
     return written
 
 
+def check_parameters(plan: Plan, target_rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise LayoutError unless every parameter of an engine rank, and its scales, has the shape that the plan fills."""
+    for name, shard in plan.targets(target_rank).items():
+        forms = [(name, shard.shape)] + ([(scale_name(name), shard.scale_shape)] if shard.fp8 else [])
+        for form, shape in forms:
+            found = tuple(_named(parameters, form, "engine's parameters").shape)
+            if found != shape:
+                raise LayoutError(
+                    f"The engine holds {form} as {list(found)}, but the layout plan fills {list(shape)}: it was repacked after loading, "
+                    "or the engine has other parallel sizes."
+                )
+
+
 def fill_padding(plan: Plan, target_rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
     """Zero the rows of an engine rank that no tensor fills. Raises LayoutError when a parameter is missing."""
     for fill in plan.fills(target_rank):
