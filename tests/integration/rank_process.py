@@ -151,10 +151,14 @@ class DyingGroup(PairGroup):
         return super()._finisher(work, rank)
 
 
+def device_of(case: dict) -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if case["config"]["run"]["backend"] == "cuda" else torch.device("cpu")
+
+
 def pair_group(rank: int, case: dict, world: int, out: Path) -> PairGroup:
     """The group of all trainer and engine ranks; rank 0 says in a file where it listens."""
     size, kind = world + case["engines"], DyingGroup if rank == case.get("victim") else PairGroup
-    device, note = torch.device("cpu"), out / "port"
+    device, note = device_of(case), out / "port"
     if rank == 0:
         port, join = kind.listen("127.0.0.1", size, device=device, timeout_s=60)
         note.with_suffix(".new").write_text(str(port))
@@ -171,9 +175,9 @@ def send_to_engines(engine: MegatronEngine, cfg: Config, case: dict, out: Path) 
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = transfer_plan(cfg, world, engine.ground.spec)
     group = pair_group(rank, case, world, out)
+    tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(rank))
+    options = {"device": device_of(case), "policy_version": engine.policy_version, "max_bytes": case["max_bytes"]}
     with LargestAllocation() as seen:
-        tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(rank))
-        options = {"device": engine.device, "policy_version": engine.policy_version, "max_bytes": case["max_bytes"]}
         report = send(plan, rank, tensors, scales, group, **options)
     (out / f"transfer-{rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
 
@@ -193,8 +197,9 @@ def engine_parameters(cfg: Config, plan: Plan, rank: int) -> dict[str, torch.Ten
 def run_engine(case: dict, rank: int, world: int, out: Path) -> None:
     """One engine rank: plain tensors of vLLM's shapes, filled by the trainer's ranks."""
     cfg = Config.model_validate(case["config"])
-    plan = transfer_plan(cfg, world, "local")
-    parameters = engine_parameters(cfg, plan, rank)
+    device = device_of(case)
+    plan = transfer_plan(cfg, world, "te" if device.type == "cuda" else "local")
+    parameters = {name: tensor.to(device) for name, tensor in engine_parameters(cfg, plan, rank).items()}
     group = pair_group(world + rank, case, world, out)
     with LargestAllocation() as seen:
         options = {
@@ -203,7 +208,7 @@ def run_engine(case: dict, rank: int, world: int, out: Path) -> None:
             "max_bytes": case["max_bytes"],
         }
         report = receive(plan, rank, parameters, group, **options)
-    save_file(parameters, out / f"engine-{rank}.safetensors")
+    save_file({name: tensor.cpu() for name, tensor in parameters.items()}, out / f"engine-{rank}.safetensors")
     (out / f"transfer-{world + rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
 
 

@@ -73,7 +73,11 @@ def test_servers_hold_the_bytes_of_every_trainer_grid(version, servers, results)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, results):
     case = Case(**GRIDS[grid], model=WIDE, steps=1, rollout_tp=2, more={"engines": 2, "max_bytes": MAX_BYTES})
-    folder = results(case)
+    check_transfer(case, results(case))
+
+
+def check_transfer(case: Case, folder: Path) -> None:
+    """Every byte of both engine ranks, and what the transfer took."""
     weights = whole_weights(case, folder)
     for rank in range(2):
         found, expected = load_file(folder / f"engine-{rank}.safetensors"), engine_reference(case, weights, rank, 2)
@@ -81,7 +85,7 @@ def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, resul
         for name, tensor in expected.items():
             assert same_bytes(found[name], tensor), (rank, name)
     reports = [json.loads((folder / f"transfer-{rank}.json").read_text()) for rank in range(case.world + 2)]
-    totals = transfer_plan(Config.model_validate(case.config), case.world, "local").totals()
+    totals = transfer_plan(Config.model_validate(case.config), case.world, "te" if case.backend == "cuda" else "local").totals()
     assert sum(one["num_bytes"] for one in reports[: case.world]) >= totals["bytes"]
     assert sum(one["num_bytes"] for one in reports[: case.world]) == sum(one["num_bytes"] for one in reports[case.world :])
     largest_tensor = max(tensor.nbytes for tensor in found.values())
