@@ -193,9 +193,8 @@ def _cut(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     one = copy._replace(target_row=copy.target_row // unit * unit, source_row=copy.source_row // unit * unit, rows=unit)
     steps = (max_bytes - 2 * ALIGNMENT) // one.nbytes
     if steps < 1:
-        raise LayoutError(
-            f"Messages of {max_bytes} bytes do not hold {unit} rows of {copy.target} ({one.nbytes} bytes): allow larger ones."
-        )
+        rows = f"{TILE} rows" if copy.fp8 else "one row"
+        raise LayoutError(f"Messages of {max_bytes} bytes do not hold {rows} of {copy.target} ({one.nbytes} bytes): allow larger ones.")
     row, end = copy.target_row, copy.target_row + copy.rows
     while row < end:
         stop = min(end, (row // unit + steps) * unit)

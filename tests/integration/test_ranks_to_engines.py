@@ -89,16 +89,18 @@ def check_transfer(case: Case, folder: Path) -> None:
     assert sum(one["num_bytes"] for one in reports[: case.world]) == totals["bytes"]
     assert sum(one["num_bytes"] for one in reports[: case.world]) == sum(one["num_bytes"] for one in reports[case.world :])
     largest_tensor = max(tensor.nbytes for tensor in found.values())
+    # of several ranks with the same weights some may have nothing to send
+    assert sum(one["messages"] > 1 for one in reports[: case.world]) > 1
+    assert all(one["messages"] > 1 for one in reports[case.world :])
     for one in reports:
-        assert one["messages"] > 1
-        assert 0 < one["buffer_bytes"] <= 2 * MAX_BYTES
+        assert one["buffer_bytes"] <= 2 * MAX_BYTES
         assert one["largest_allocation"] <= MAX_BYTES < largest_tensor
 
 
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        ({"max_bytes": 1000}, "Messages of 1000 bytes do not hold 128 rows of"),
+        ({"max_bytes": 4096}, "Messages of 4096 bytes do not hold 128 rows of"),
         ({"engine_version": 5}, "ranks disagree about the weight transfer, nothing was written"),
     ],
     ids=["messages", "version"],
