@@ -50,6 +50,7 @@ def servers(tmp_path_factory):
             served.process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", range(1, 5), ids=list(GRIDS))
 def test_servers_hold_the_bytes_of_every_trainer_grid(version, servers, results):
