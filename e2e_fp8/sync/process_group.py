@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import BroadcastOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from e2e_fp8.errors import EngineError
 
@@ -106,6 +106,41 @@ class BroadcastGroup:
             self._group.abort()
         else:
             self._group = None
+
+
+class PairGroup(BroadcastGroup):
+    """Messages between any two ranks, and one agreement of all."""
+
+    def send(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start sending ``buffer`` (uint8) to ``rank``; call the result before the buffer is written again."""
+        return self._finisher(self._group.send([buffer], rank, 0), rank)
+
+    def receive(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start receiving the next message of ``rank`` into ``buffer`` (uint8); call the result before it is read."""
+        return self._finisher(self._group.recv([buffer], rank, 0), rank)
+
+    def smallest(self, values: list[int]) -> list[int]:
+        """Of each value (64-bit, signed) the smallest of all ranks. Raises EngineError when a rank is gone."""
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MIN  # pyright: ignore[reportAttributeAccessIssue]
+        self._finisher(self._group.allreduce([tensor], options), None)()
+        return tensor.tolist()
+
+    def _finisher(self, work: Any, rank: int | None) -> Callable[[], None]:
+        """A call that blocks until ``work`` is done and raises EngineError when it cannot be."""
+
+        def finish() -> None:
+            if self._device.type == "cuda":
+                self._poll(work, self.check_trainer)
+                return
+            try:
+                work.wait()
+            except RuntimeError as error:
+                who = "A rank" if rank is None else f"Rank {rank}"
+                raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
+
+        return finish
 
 
 def _address_towards(host: str, port: int) -> str:
