@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.fused_reference import fused_fp8
 
 from e2e_fp8.errors import ByteMismatchError, EngineError
-from e2e_fp8.numerics.metrics import tensor_digests
+from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.engine_layout import engine_layout
 from e2e_fp8.rollout.rank_layout import rank_layout
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, check_ranks, decode_digests, encode_digests
