@@ -186,6 +186,11 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             self._shown = addresses, [slot.live(parameters) for slot in slots]
         return self._shown[1]
 
+    def close_channel(self, channel: str) -> None:
+        """Close the channel that goes by this id, if it is still the open one."""
+        if channel and channel == self._channel:
+            self._close_receiver()
+
     def _close_receiver(self) -> None:
         self._channel = ""
         self._loader.forget()

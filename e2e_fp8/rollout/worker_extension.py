@@ -65,6 +65,11 @@ class WorkerExtension:
             return {"error": str(error)}
         return {"seconds": time.perf_counter() - started}
 
+    def close_channel(self, channel: str) -> dict[str, Any]:
+        """Let go of a trainer's memory or process group; nothing when another channel has taken its place."""
+        _transfer(self).close_channel(channel)
+        return {}
+
     def weight_state(self) -> dict[str, Any]:
         """``policy_version`` (None when torn or unknown) and ``refusal``, why generation must not run (empty when it may)."""
         transfer = _transfer(self)

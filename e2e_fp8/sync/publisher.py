@@ -269,7 +269,11 @@ class WeightPublisher:
         return versions.pop()
 
     def close(self) -> None:
-        """Release buffers, exported memory and process groups; the server keeps serving."""
+        """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
+        if self._sender is not None:
+            # Memory that the engine has open is not free for the trainer.
+            with suppress(EngineError):
+                self.client.collective("close_channel", self._channel)
         self._forget()
         self.client.close()
 
