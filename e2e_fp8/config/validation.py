@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from e2e_fp8.config.objective_rules import check_correction, check_objective
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.tiles import TILE as BLOCK
 from e2e_fp8.rank_grid import divided_sizes
@@ -36,6 +37,8 @@ def check_cross_fields(cfg: "Config") -> None:
         _check_minibatches,
         _check_transport,
         _check_task,
+        check_objective,
+        check_correction,
     ):
         rule(cfg)
 
