@@ -17,6 +17,7 @@ REJECTION_OPTIONS = RATIO_OPTIONS + DIVERGENCE_OPTIONS
 Preset = Literal[
     "disabled",
     "decoupled_token_is",
+    "decoupled_token_icepop",
     "decoupled_seq_is",
     "decoupled_seq_is_rs",
     "decoupled_geo_rs",
@@ -29,6 +30,7 @@ Preset = Literal[
     "bypass_ppo_clip_geo_rs",
     "bypass_ppo_clip_k3_rs",
     "bypass_pg_is",
+    "bypass_pg_token_icepop",
     "bypass_pg_geo_rs",
     "bypass_pg_geo_rs_token_tis",
     "bypass_pg_geo_rs_seq_tis",
@@ -36,6 +38,7 @@ Preset = Literal[
 _PARTS: dict[str, dict[str, Any]] = {
     "token": {"rollout_is": "token", "rollout_is_threshold": 2.0},
     "sequence": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
     "none": {"rollout_is": None},
     "seq_rs": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
     "geo_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
@@ -52,6 +55,7 @@ def preset_values(name: str) -> dict[str, Any]:
     parts = {
         "disabled": ("none",),
         "decoupled_token_is": ("token",),
+        "decoupled_token_icepop": ("icepop",),
         "decoupled_seq_is": ("sequence",),
         "decoupled_seq_is_rs": ("sequence", "seq_rs"),
         "decoupled_geo_rs": ("none", "geo_rs"),
@@ -64,6 +68,7 @@ def preset_values(name: str) -> dict[str, Any]:
         "bypass_ppo_clip_geo_rs": ("none", "geo_rs", "bypass_ppo_clip"),
         "bypass_ppo_clip_k3_rs": ("none", "k3_rs", "bypass_ppo_clip"),
         "bypass_pg_is": ("sequence", "bypass_pg"),
+        "bypass_pg_token_icepop": ("icepop", "bypass_pg"),
         "bypass_pg_geo_rs": ("none", "geo_rs", "bypass_pg"),
         "bypass_pg_geo_rs_token_tis": ("token", "geo_rs", "bypass_pg"),
         "bypass_pg_geo_rs_seq_tis": ("sequence", "geo_rs", "bypass_pg"),

@@ -50,7 +50,10 @@ def make_loss_fn(objective: ObjectiveConfig, correction: CorrectionConfig, *, ma
         }
         if objective.dual_clip is not None:
             metrics["clip_fraction/dual"] = token_sum(policy.dual, mask)
-        loss = policy.loss if batch.importance_weights is None else policy.loss * batch.importance_weights
+        loss = policy.loss
+        if batch.importance_weights is not None:
+            # a rejected token's weight may be anything, and a sequence's ratio carries gradients from one token to the others
+            loss = loss * torch.where(mask > 0, batch.importance_weights, torch.ones_like(mask))
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * stats.entropy
         if kl_in_loss:

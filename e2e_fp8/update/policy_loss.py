@@ -79,7 +79,7 @@ def cispo_loss(
 
 def sapo_loss(log_ratio_T: torch.Tensor, advantages_T: torch.Tensor, *, tau_pos: float, tau_neg: float) -> TokenLoss:
     """SAPO: L = -A sigmoid(tau (r - 1)) 4 / tau; dL/d(log r) = -4 p (1 - p) r A with p the sigmoid, -A on policy."""
-    tau = torch.where(advantages_T > 0, tau_pos, tau_neg).to(log_ratio_T.dtype)
+    tau = torch.where(advantages_T > 0, torch.full_like(log_ratio_T, tau_pos), torch.full_like(log_ratio_T, tau_neg))
     loss = -advantages_T * torch.sigmoid(tau * torch.expm1(log_ratio_T)) * 4.0 / tau
     zero = torch.zeros_like(loss.detach())
     return TokenLoss(loss=loss, low=zero, high=zero, dual=zero)
