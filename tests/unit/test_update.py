@@ -201,7 +201,8 @@ def test_supervised_loss_is_the_summed_negative_log_likelihood(tokens):
 def test_the_loss_reads_log_probs_in_float32_too():
     """The carriers are float32; the result is near the float64 one."""
     log_probs, batch = batch_of(random_tokens(200, 3))
-    single = replace(batch, **{f.name: getattr(batch, f.name).float() for f in fields(batch) if getattr(batch, f.name).is_floating_point()})
+    arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    single = replace(batch, **{n: v.float() for n, v in arrays.items() if v is not None and v.is_floating_point()})
     loss_fn = loss_of(ObjectiveConfig(), CorrectionConfig())
     loss = loss_fn(stats_of(log_probs.detach().float()), single)[0]
     assert loss.dtype == torch.float32
