@@ -39,7 +39,7 @@ class Sequences:
     def max(self, values_T: torch.Tensor) -> torch.Tensor:
         """``[S]`` largest trained values, nan if one is; 0 for a sequence without any. Values are not negative."""
         values = torch.where(self.trained, values_T, torch.zeros_like(values_T))
-        return torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device).index_reduce_(0, self.ids, values, "amax")
+        return torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device).scatter_reduce(0, self.ids, values, "amax")
 
     def spread(self, values_S: torch.Tensor) -> torch.Tensor:
         """``[T]``: each token's sequence's value."""
