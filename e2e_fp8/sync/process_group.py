@@ -139,7 +139,7 @@ class PairGroup(BroadcastGroup):
 
         def finish() -> None:
             if self._device.type == "cuda":
-                self._poll(work, self.check_trainer)
+                self.finish(work, self.check_trainer)
                 return
             try:
                 work.wait()

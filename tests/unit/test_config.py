@@ -64,11 +64,11 @@ def test_overrides_apply_in_order_and_parse_as_yaml(tmp_path):
         "rollout.stop=['a', 'b']",
         "task.params={max_terms: 3}",
         "run.wandb_project=null",
-        "correction.rollout_is_level=null",
+        "correction.rollout_is=null",
     ]
     cfg = load_config(path, overrides)
     assert (cfg.run.steps, cfg.training.learning_rate, cfg.training.warm_start.steps) == (5, 1e-5, 7)
-    assert (cfg.rollout.stop, cfg.task.params, cfg.correction.rollout_is_level) == (("a", "b"), {"max_terms": 3}, None)
+    assert (cfg.rollout.stop, cfg.task.params, cfg.correction.rollout_is) == (("a", "b"), {"max_terms": 3}, None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,7 +108,7 @@ def test_a_field_in_the_wrong_section_is_pointed_to_its_own():
         ({"rollout": {"group_size": 1}}, ("rollout.group_size is 1", "at least 2")),
         ({"rollout": {"moe_backend": "cutlass"}}, ("rollout.moe_backend is 'cutlass'", "'deep_gemm' or 'triton'")),
         ({"numerics": {"scale_format": "fp16"}}, ("numerics.scale_format is 'fp16'", "'fp32' or 'pow2'")),
-        ({"objective": {"clip_low": 1.0}}, ("objective.clip_low is 1.0", "less than 1")),
+        ({"objective": {"clip_low": 1.5}}, ("objective.clip_low is 1.5", "at most 1")),
     ],
 )
 def test_single_field_mistakes_are_one_sentence(values, parts):
