@@ -138,11 +138,8 @@ class PairGroup(BroadcastGroup):
         """A call that blocks until ``work`` is done and raises EngineError when it cannot be."""
 
         def finish() -> None:
-            if self._device.type == "cuda":
-                self.finish(work, self.check_trainer)
-                return
             try:
-                work.wait()
+                self.finish(work, self.check_trainer)
             except RuntimeError as error:
                 who = "A rank" if rank is None else f"Rank {rank}"
                 raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
