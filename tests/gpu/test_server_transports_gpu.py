@@ -31,7 +31,12 @@ def routes_of(publisher: WeightPublisher) -> list[str]:
     """The routes that the publisher posts to from now on, as they are posted to."""
     routes: list[str] = []
     post = publisher.client.post
-    publisher.client.post = lambda route, body=None: routes.append(route) or post(route, body)  # type: ignore[method-assign]
+
+    def counted(route, body=None, **options):
+        routes.append(route)
+        return post(route, body, **options)
+
+    publisher.client.post = counted  # type: ignore[method-assign]
     return routes
 
 

@@ -69,7 +69,12 @@ def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
     first, second = served.publisher("ipc without buckets"), served.publisher("nccl")
     calls: list[str] = []
     post = first.client.post
-    first.client.post = lambda route, body=None: calls.append(route + " " + str((body or {}).get("method", ""))) or post(route, body)
+
+    def counted(route, body=None, **options):
+        calls.append(f"{route} {(body or {}).get('method', '')}")
+        return post(route, body, **options)
+
+    first.client.post = counted
     for version, weights in ((70, FIRST), (71, SECOND), (72, FIRST)):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
