@@ -22,6 +22,7 @@ from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveParameters, Loader
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
+from e2e_fp8.sync.direct import DirectReceiver
 from e2e_fp8.sync.engine_receipt import Part, PartTable, encode_digests
 from e2e_fp8.sync.token import require_token_for_dev_routes
 
@@ -88,7 +89,11 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._capture_routing()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+        receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+        if isinstance(receiver, DirectReceiver) and self._prepared is not None:
+            # Refused here, a malformed place leaves the old weights in service.
+            receiver.expect(self._prepared)
+        self._receiver = receiver
         self._channel = init_info.id
 
     @property

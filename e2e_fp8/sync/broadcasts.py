@@ -19,6 +19,8 @@ from e2e_fp8.sync.process_group import BroadcastGroup
 
 BUFFERS = 2
 """One bucket is packed or unpacked while another is on the wire."""
+_AHEAD = 4
+"""Messages that are started beyond the last one known to be over: a full launch queue would block where no dead peer is noticed."""
 ALONE_FRACTION = 16
 """A tensor of this part of the largest bucket is a message of its own."""
 
@@ -76,7 +78,7 @@ class NcclSender:
 
             try:
                 with _side_stream(self._device):
-                    works = self._start_all(group, manifest, tensors)
+                    works = self._start_all(group, manifest, tensors, check)
                     for work in works:
                         group.finish(work, check)
             except RuntimeError as error:
@@ -87,9 +89,13 @@ class NcclSender:
         if not self._settled:
             self._plans = {}
 
-    def _start_all(self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    def _start_all(
+        self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]
+    ) -> list[Any]:
         works, in_slot, packed = [], [None] * BUFFERS, 0
         for index, bucket in enumerate(manifest.buckets):
+            if index >= _AHEAD:
+                group.finish(works[index - _AHEAD], check)
             message = self._whole(bucket, tensors)
             if message is not None:
                 works.append(group.broadcast(message))
@@ -143,6 +149,8 @@ class NcclReceiver:
                 if target is None:
                     target = self._buffers[slots[following]][: bucket_bytes(buckets[following])]
                 works.append(self._group.broadcast(target))
+            if position >= _AHEAD:
+                self._group.finish(works[position - _AHEAD], self._group.check_trainer)
             self._group.order(works[position])
             yield index, self._named(manifest, index, slots[index]) if index in slots else {}
         for work in works:

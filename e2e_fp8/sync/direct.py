@@ -124,18 +124,25 @@ class DirectReceiver:
         self._staging = None if parameters["staging"] is None else SharedBuffers.open(parameters["staging"])
         self._views: list[dict[str, torch.Tensor]] = []
 
-    def receive(
-        self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Callable[..., torch.Tensor | None]
-    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    def expect(self, manifest: UpdateManifest) -> None:
+        """Find every tensor of ``manifest``; repeated for the same layout it does nothing.
+
+        Raises EngineError, before anything is read, for another layout or a place outside the shared memory.
+        """
         if manifest.layout_digest != self._layout:
             raise EngineError("The trainer's exported memory belongs to another set of tensors; publish again.")
         if not self._views:
             self._views = self._checked_views(manifest)
+
+    def receive(
+        self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Callable[..., torch.Tensor | None]
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        self.expect(manifest)
         for index in update["buckets"]:
             yield index, self._views[index]
 
     def _checked_views(self, manifest: UpdateManifest) -> list[dict[str, torch.Tensor]]:
-        """All tensors, bucket by bucket. Raises EngineError, before anything is read, for a place outside the shared memory."""
+        """All tensors, bucket by bucket."""
         places = iter(self._places)
         found: list[dict[str, torch.Tensor]] = []
         for bucket in manifest.buckets:

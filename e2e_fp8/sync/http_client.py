@@ -82,18 +82,18 @@ class ServerClient:
         """JSON that a GET of ``route`` returns."""
         return self._checked(route, *self._request("GET", route, None, self.timeout_s))
 
-    def post(self, route: str, body: Any = None) -> Any:
-        """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer."""
-        return self._checked(route, *self._request("POST", route, {} if body is None else body, self.timeout_s))
+    def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer. ``timeout_s`` replaces the client's."""
+        return self._checked(route, *self._request("POST", route, {} if body is None else body, timeout_s or self.timeout_s))
 
-    def collective(self, method: str, *args: str, pause: str | None = None) -> list[dict[str, Any]]:
+    def collective(self, method: str, *args: str, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``method`` of the worker extension returns at every rank.
 
         ``pause`` (``wait`` or ``abort``): generation is paused first and counts as torn from then on, see ``TokenGuard``.
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
         route = "/collective_rpc" if pause is None else f"/collective_rpc?pause={pause}"
-        answer = self.post(route, {"method": method, "args": list(args)})
+        answer = self.post(route, {"method": method, "args": list(args)}, timeout_s=timeout_s)
         results = answer["results"]
         for result in results:
             if "error" in result:

@@ -27,6 +27,8 @@ from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.types import ExportedTensor
 
 _UNCUT_BYTES = 1 << 62
+_CLOSE_S = 10.0
+"""A server that hangs must not keep the trainer from ending."""
 
 
 class _UnpreparedError(EngineError):
@@ -273,7 +275,7 @@ class WeightPublisher:
         if self._sender is not None:
             # Memory that the engine has open is not free for the trainer.
             with suppress(EngineError):
-                self.client.collective("close_channel", self._channel)
+                self.client.collective("close_channel", self._channel, timeout_s=_CLOSE_S)
         self._forget()
         self.client.close()
 

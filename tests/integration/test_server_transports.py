@@ -14,6 +14,7 @@ from integration.server_cases import Served, assert_live, case_config, exported,
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.channels import policy_folder
+from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publisher import WeightPublisher
 
@@ -69,7 +70,12 @@ def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
     first, second = served.publisher("ipc without buckets"), served.publisher("nccl")
     calls: list[str] = []
     post = first.client.post
-    first.client.post = lambda route, body=None: calls.append(route + " " + str((body or {}).get("method", ""))) or post(route, body)
+
+    def counted(route, body=None, **options):
+        calls.append(f"{route} {(body or {}).get('method', '')}")
+        return post(route, body, **options)
+
+    first.client.post = counted
     for version, weights in ((70, FIRST), (71, SECOND), (72, FIRST)):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
@@ -85,6 +91,23 @@ def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
     assert_live(served, FIRST)
     for publisher in (first, second):
         publisher.close()
+
+
+def test_a_place_outside_the_shared_memory_leaves_the_old_version_serving(served, monkeypatch):
+    served.publish("ipc without buckets", FIRST, 15)
+    before, export = generate(served.client), DirectSender._export
+
+    def shifted(self, manifest, tensors):
+        parameters = export(self, manifest, tensors)
+        storage, start = parameters["places"][-1]
+        return parameters | {"places": [*parameters["places"][:-1], (storage, start + (1 << 40))]}
+
+    monkeypatch.setattr(DirectSender, "_export", shifted)
+    with pytest.raises(EngineError, match=r"lies at bytes \d+ to \d+ of \d+ that the trainer shared; refused"):
+        served.publish("ipc without buckets", SECOND, 16)
+    assert served.versions() == [15]
+    assert generate(served.client) == before
+    assert_live(served, FIRST)
 
 
 def test_routes_need_the_token(served):
