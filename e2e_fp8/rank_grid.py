@@ -11,9 +11,6 @@ from typing import Protocol
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.parallel import MegatronParallel
 
-_ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_COLUMN_SPLIT = ("o_proj", "down_proj")
-
 
 class ParallelSizes(Protocol):
     """``training.parallel`` of the configuration."""
@@ -100,12 +97,6 @@ class RankGrid:
             expert=found.expert,
             expert_tensor=found.expert_tensor,
         )
-
-    def linear_share(self, hf_module: str, out_features: int, in_features: int) -> tuple[int, int]:
-        """Rows and columns of one rank's share of a linear module of a layer."""
-        count = self.expert_tensor if ".experts." in hf_module else self.tensor
-        leaf = hf_module.rpartition(".")[2]
-        return out_features // (count if leaf in _ROW_SPLIT else 1), in_features // (count if leaf in _COLUMN_SPLIT else 1)
 
 
 def divided_sizes(sizes: ParallelSizes, model: "ModelSizes") -> Iterator[tuple[str, int, str, int]]:

@@ -78,6 +78,15 @@ class PackedBatch:
     """float32 ``[T]``: recomputed by the trainer before the update; 0 outside the loss mask."""
     ref_log_probs: torch.Tensor | None = None
     """float32 ``[T]`` log-probs of the frozen reference policy, or None when no KL term is used."""
+    importance_weights: torch.Tensor | None = None
+    """float32 ``[T]``: multiply the policy loss; None for none."""
+    keep_mask: torch.Tensor | None = None
+    """float32 ``[T]``: 0 on trained tokens that the rollout correction rejected, 1 elsewhere; None when nothing was."""
+
+    @property
+    def trained_mask(self) -> torch.Tensor:
+        """float32 ``[T]``: the loss mask without rejected tokens; sums, lengths and denominators of a loss are over it."""
+        return self.loss_mask if self.keep_mask is None else self.loss_mask * self.keep_mask
 
 
 @dataclass(frozen=True, kw_only=True)

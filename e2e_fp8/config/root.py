@@ -5,10 +5,11 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from e2e_fp8.config.base import Section
+from e2e_fp8.config.correction import CorrectionConfig
 from e2e_fp8.config.health import HealthConfig
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.config.numerics import NumericsConfig
-from e2e_fp8.config.objective import CorrectionConfig, ObjectiveConfig
+from e2e_fp8.config.objective import ObjectiveConfig
 from e2e_fp8.config.rollout import RolloutConfig
 from e2e_fp8.config.run import RunConfig, SyncConfig
 from e2e_fp8.config.task import TaskConfig

@@ -15,7 +15,14 @@ class SyncConfig(Section):
         description="local: copy within the process; shared: trainer and engine are views of one storage, nothing is copied; "
         "disk: block-FP8 HF checkpoint; ipc: shared memory of one GPU or host; nccl: broadcast to other GPUs (gloo on the CPU).",
     )
-    max_bucket_mib: int = Field(default=256, ge=1, description="Largest bucket of ipc and nccl, in MiB; two are held on each side.")
+    max_bucket_mib: int = Field(
+        default=512, ge=1, description="Largest bucket of nccl, and of ipc where it has buckets, in MiB; two are held on each side."
+    )
+    ipc_buckets: bool = Field(
+        default=False,
+        description="ipc on a GPU copies through buckets instead of letting the engine read the trainer's memory: for weights in a memory "
+        "pool that cannot be shared between processes. Always so on the CPU.",
+    )
     receipt: bool = Field(default=True, description="Compare digests of what trainer and engine hold after every sync (docs/receipt.md).")
 
 

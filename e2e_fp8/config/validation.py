@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from e2e_fp8.config.layout_rule import check_layout
+from e2e_fp8.config.objective_rules import check_correction, check_objective
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.tiles import TILE as BLOCK
 from e2e_fp8.rank_grid import divided_sizes
@@ -35,10 +37,13 @@ def check_cross_fields(cfg: "Config") -> None:
         _check_precisions,
         _check_high_precision,
         _check_tiles,
+        _check_shares,
         _check_window,
         _check_minibatches,
         _check_transport,
         _check_task,
+        check_objective,
+        check_correction,
     ):
         rule(cfg)
 
@@ -229,6 +234,12 @@ def _check_tiles(cfg: "Config") -> None:
             f"{label} is {size}, not a multiple of {BLOCK}, so FP8 tiles of {_shortened(modules)} would be cut: use {_nearest(size)}, "
             "or add these modules to numerics.high_precision_modules, or set numerics.training_precision and rollout_precision to bf16."
         )
+
+
+def _check_shares(cfg: "Config") -> None:
+    """After the model's own sizes, those of each rank's share."""
+    if uses_fp8(cfg):
+        check_layout(cfg, lambda module: not _kept(module, cfg.numerics.high_precision_modules))
 
 
 def _representatives(model: "ModelConfig") -> Iterator[tuple[str, set[str]]]:

@@ -1,24 +1,30 @@
-"""Importance weights between the trainer's old policy and the rollout policy.
+"""Importance weights of the rollout policy: p_train / p_rollout, bounded. Legend: T packed tokens.
 
-Truncated importance sampling, token level (TIS): w_t = min(exp(lp_old_t - lp_rollout_t), C), detached, multiplies the policy
-loss. The log ratio is clamped to +-20 before the exponential, as verl does. Legend: T packed tokens.
+One function, of which the published corrections are cases: TIS (``truncate``), per token or per sequence; clip to both bounds;
+IcePop (``mask`` with two bounds); MIS (``mask`` with an upper one). Weights are detached and multiply the policy loss. Log ratios
+are clamped to +-20 before the exponential, as in verl, a sequence's after the sum. What a weight of 0 takes out of the loss stays in
+its denominator; what a rejection (``correction.rejection``) takes out does not.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from e2e_fp8.correction.sequences import Sequences
+
 LOG_RATIO_CLAMP = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrection:
+class ImportanceWeights:
     """Weights and what was cut."""
 
     weights: torch.Tensor
-    """float32 ``[T]``, detached; 1 outside the loss mask."""
-    truncated: torch.Tensor
-    """float32 ``[T]``: 1 where the bound was active on a trained token."""
+    """``[T]``, detached; 1 outside the loss mask."""
+    ratio: torch.Tensor
+    """``[T]``: the weights before the bounds."""
+    out_of_bounds: torch.Tensor
+    """``[T]``: 1 on trained tokens whose ratio a bound changed."""
 
 
 def log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:
@@ -44,19 +50,36 @@ def safe_log_ratio(numerator_T: torch.Tensor, denominator_T: torch.Tensor, loss_
     return log_ratio(numerator_T, denominator_T, loss_mask_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def token_truncated_weights(
-    old_log_probs_T: torch.Tensor, rollout_log_probs_T: torch.Tensor, loss_mask_T: torch.Tensor, threshold: float
-) -> RolloutCorrection:
-    """Token-level TIS weights with upper bound ``threshold``.
+def importance_weights(
+    log_ratio_T: torch.Tensor, sequences: Sequences, *, level: str, mode: str, low: float = 0.0, high: float = float("inf")
+) -> ImportanceWeights:
+    """Weights from ``log_ratio`` (lp_train - lp_rollout, 0 outside the mask, not clamped).
+
+    ``level`` is token, or sequence for the product over the sequence's trained tokens at each of them. ``mode`` is truncate
+    (``high`` alone), clip (both bounds), or mask (0 outside ``[low, high]``).
 
     Raises:
-        ValueError: shapes differ or ``threshold`` is not positive.
+        ValueError: a bound is not positive or they cross, or an unknown level or mode.
     """
-    if threshold <= 0:
-        raise ValueError(f"threshold must be positive, got {threshold}")
+    if not 0 <= low <= high or high <= 0:
+        raise ValueError(f"bounds must be positive and in order, got {low} and {high}")
+    if level not in ("token", "sequence") or mode not in ("truncate", "clip", "mask"):
+        raise ValueError(f"unknown level {level} or mode {mode}")
     with torch.no_grad():
-        trained = loss_mask_T > 0
-        ratio = torch.exp(safe_log_ratio(old_log_probs_T, rollout_log_probs_T, loss_mask_T))
-        # a bound below 1 must not reach the tokens outside the mask
-        weights = torch.where(trained, ratio.clamp_max(threshold), torch.ones_like(ratio))
-        return RolloutCorrection(weights=weights, truncated=((ratio > threshold) & trained).float())
+        logs = log_ratio_T if level == "token" else sequences.spread(sequences.sum(log_ratio_T))
+        one = torch.ones_like(logs)
+        # a bound on the wrong side of 1 must not reach the tokens outside the mask
+        ratio = torch.where(sequences.trained, logs.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), one)
+        outside = (ratio > high) | ((ratio < low) & (mode != "truncate"))
+        if mode == "mask":
+            bounded = torch.where(outside, torch.zeros_like(ratio), ratio)
+        else:
+            bounded = ratio.clamp(None if mode == "truncate" else low, high)
+        weights = torch.where(sequences.trained, bounded, one)
+        return ImportanceWeights(weights=weights, ratio=ratio, out_of_bounds=(outside & sequences.trained).to(ratio.dtype))
+
+
+def batch_normalization_factor(weights_T: torch.Tensor, sequences: Sequences, *, level: str) -> float:
+    """Mean of the weights over trained tokens, or over sequences with a trained token, by which verl divides them; 1 if there are none."""
+    weights = weights_T[sequences.trained] if level == "token" else sequences.mean(weights_T)[sequences.lengths > 0]
+    return float(weights.double().mean()) if weights.numel() else 1.0

@@ -175,6 +175,11 @@ class Plan:
                         one.target.dtype,
                     )
 
+    def targets(self, target_rank: int) -> dict[str, ShardedParameter]:
+        """The parameters that ``copies`` writes, by full name: shapes and dtypes; names inside are relative to their block."""
+        blocks = self._blocks(self.rollout.coordinates(target_rank))
+        return {prefix + one.target.name: one.target for _, _, _, prefix, stencils in blocks for one in stencils}
+
     def fills(self, target_rank: int) -> list[Fill]:
         """Rows of one engine rank that stay zero."""
         top = engine.top_parameters(self.shape, self.rollout, self.rollout.coordinates(target_rank))

@@ -10,7 +10,7 @@ differ. Verdicts:
 - ``refuse``: an engine tile would need two of the trainer's scales, or vLLM or Transformer Engine refuses the shape.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
@@ -26,6 +26,9 @@ from e2e_fp8.layout.tiles import TILE, tile_pairs
 TE_MULTIPLE = 16
 """Transformer Engine's FP8 products need both dimensions of a weight to be multiples of this."""
 _SIZES_TRIED = (1, 2, 4, 8, 16, 32)
+_DELIVERABLE = ("pass", "native")
+Setting = tuple[MegatronParallel, EngineParallel, QkvOrder]
+"""What can be changed to make bytes pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,9 @@ def check(plan: Plan) -> list[Verdict]:
     return found
 
 
-def refusal(found: list[Verdict], working: list[str]) -> str:
-    """One sentence, then every tensor with its reasons, then the sizes that would work."""
-    refused = [one for one in found if one.verdict == "refuse"]
+def refusal(found: list[Verdict], working: list[str], *, allowed: Collection[str] = _DELIVERABLE) -> str:
+    """One sentence, then every tensor whose verdict is not ``allowed`` with its reasons, then the sizes that would work."""
+    refused = [one for one in found if one.verdict not in allowed]
     lines = [f"FP8 bytes cannot pass unchanged into {len(refused)} of {len(found)} kinds of engine parameter:"]
     for one in refused:
         lines += [f"  {layer_names(one.layers)}{one.parameter}: {reason}" for reason in one.reasons]
@@ -109,22 +112,33 @@ def layer_names(layers: tuple[int, ...]) -> str:
 def alternatives(plan: Plan) -> list[str]:
     """Command-line settings near the plan's under which all bytes pass, ``|`` between choices: those with the fewest changes."""
     working: dict[str, list[str]] = {}
+    for train, rollout, order in nearest_settings(plan):
+        experts = f" --train-etp {train.expert_tensor_size}" if plan.shape.experts else ""
+        whole = " --rollout-ep" if rollout.expert else ""
+        rest = f"--train-tp {train.tensor}{experts} --qkv-order {order}{whole} --rollout-tp"
+        working.setdefault(rest, []).append(str(rollout.tensor))
+    return [f"{rest} {'|'.join(sizes)}" for rest, sizes in working.items()]
+
+
+def nearest_settings(
+    plan: Plan, *, allowed: Collection[str] = _DELIVERABLE, usable: Callable[[Setting], bool] = lambda setting: True
+) -> list[Setting]:
+    """The ``usable`` settings with the fewest changes to the plan's under which every verdict is ``allowed``."""
+    working: list[Setting] = []
     fewest: int | None = None
     for changed, train, rollout, order in _neighbours(plan):
         if fewest is not None and changed > fewest:
             break
+        if not usable((train, rollout, order)):
+            continue
         try:
             found = verdicts(Plan(plan.shape, train, rollout, qkv_order=order, spec=plan.spec))
         except LayoutError:
             continue
-        if all(one.verdict != "refuse" for one in found):
+        if all(one.verdict in allowed for one in found):
             fewest = changed
-            experts = f" --train-etp {train.expert_tensor_size}" if plan.shape.experts else ""
-            whole = " --rollout-ep" if rollout.expert else ""
-            working.setdefault(f"--train-tp {train.tensor}{experts} --qkv-order {order}{whole} --rollout-tp", []).append(
-                str(rollout.tensor)
-            )
-    return [f"{rest} {'|'.join(sizes)}" for rest, sizes in working.items()]
+            working.append((train, rollout, order))
+    return working
 
 
 def _neighbours(plan: Plan) -> Iterator[tuple[int, MegatronParallel, EngineParallel, QkvOrder]]:

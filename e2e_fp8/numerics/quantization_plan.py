@@ -7,9 +7,6 @@ from typing import Any
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import BLOCK, linear_modules
-from e2e_fp8.rank_grid import RankGrid
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +52,6 @@ class QuantizationPlan:
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": self.ignored_layers(model),
         }
-
-    def misaligned(self, model: ModelConfig, grid: RankGrid | None = None) -> list[str]:
-        """FP8 modules whose blocks would be cut, each as ``name [N, K]: reason``; empty when every block is whole.
-
-        With a ``grid`` of several tensor ranks, [N, K] is the share of one rank.
-        """
-        found = []
-        for name, *shape in hf_linear_modules(model):
-            out_features, in_features = (grid or RankGrid()).linear_share(name, *shape)
-            reason = self._misalignment(name, out_features, in_features) if self.is_fp8(name) else None
-            if reason:
-                share = "" if [out_features, in_features] == shape else f", each rank's share of {shape}"
-                found.append(f"{name} [{out_features}, {in_features}]{share}: {reason}")
-        return found
-
-    def _misalignment(self, name: str, out_features: int, in_features: int) -> str | None:
-        fused = next((group for group in _FUSED if name.rpartition(".")[2] in group), None)
-        if out_features % BLOCK:
-            part = f", one of the fused {', '.join(fused)}, which share a block then" if fused else ""
-            return f"{out_features} rows are not a multiple of {BLOCK}{part}"
-        if in_features % BLOCK:
-            return f"{in_features} columns are not a multiple of {BLOCK}"
-        return None
 
 
 def hf_linear_modules(model: ModelConfig) -> list[tuple[str, int, int]]:

@@ -6,6 +6,8 @@ Names under ``rollout_corr/`` and ``training/`` are verl's, so that curves of th
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from e2e_fp8.config.correction import REJECTION_OPTIONS
+
 PHASES: tuple[str, ...] = ("rollout", "reward", "old_log_probs", "reference", "update", "sync", "receipt", "eval", "checkpoint")
 """Phases of a step, in the order in which they happen."""
 
@@ -61,19 +63,25 @@ _REWARD = {
     **_prefixed("reward", _table("responses", timeouts="Responses of the step whose rewards ran out of time and count as 0")),
     **_prefixed("reward", _table("", mean="Mean reward of the step's samples", std="Standard deviation of the rewards")),
     **_prefixed("reward", _table("", held_out="Mean reward on the held-out prompts (avg@k)")),
+    **_prefixed("reward", _table("", overlong_penalty="Mean soft punishment of long responses")),
     **_prefixed("curriculum", _table("", level_mean="Mean difficulty level of the data sets that the step drew from, 0 the easiest")),
     **_prefixed("curriculum", _table("fraction", success_rate="Responses of the step at task.curriculum.pass_reward or above")),
     **_prefixed("pass_at_k", {str(k): _pass_metric(k) for k in PASS_AT_K}),
     **_prefixed("response_length", _table("tokens", mean="Mean response length", max="Longest response")),
     **_prefixed("advantages", _table("", long_to_short="Mean |advantage| of responses longer than the median over that of the others")),
     **_prefixed("response", _table("fraction", truncated_fraction="Responses cut off at the length limit")),
-    **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups of the step")),
+    **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups sampled in the step")),
+    **_prefixed("groups", _table("groups", surplus="Groups sampled beyond those wanted", missing="Groups wanted and not found")),
+    **_prefixed("groups", _table("rounds", rounds="Rollout rounds of dynamic sampling")),
 }
 _UPDATE = {
-    **_table("", loss="Policy loss per response token", grad_norm="Global gradient norm before clipping", learning_rate="Learning rate"),
-    **_table("nats", entropy="Mean entropy of the predictive distribution", kl_ref="k3 KL to the frozen reference policy"),
-    **_table("steps", skipped_steps="Optimizer steps refused for non-finite gradients"),
+    **_table(
+        "", loss="Loss over its aggregation's denominator", grad_norm="Global gradient norm before clipping", learning_rate="Learning rate"
+    ),
+    **_table("nats", entropy="Mean entropy of the predictive distribution", kl_ref="KL estimate to the frozen reference policy"),
+    **_table("steps", skipped_steps="Optimizer steps skipped: non-finite gradients, or nothing left to train on"),
     **_prefixed("clip_fraction", _table("fraction", low="Tokens clipped at 1 - clip_low", high="Tokens clipped at 1 + clip_high")),
+    **_prefixed("clip_fraction", _table("fraction", dual="Tokens with A < 0 and a ratio above the dual clip")),
     **_prefixed("ratio", _table("", mean="Mean importance ratio of current to old policy")),
     **_prefixed("sft", _table("nats", loss="Cross-entropy per answer token in the warm start")),
     **_prefixed("sft", _table("", step="Warm-start step, from 1")),
@@ -95,6 +103,14 @@ _MISMATCH = {
             rollout_actor_probs_pearson_corr="Pearson correlation of p_train and p_rollout",
         ),
     ),
+}
+_REJECTION_STATISTICS = {
+    "mean": ("Mean statistic (a ratio for k1)", ""),
+    "std": ("Standard deviation of the statistic", ""),
+    "max": ("Largest statistic", ""),
+    "min": ("Smallest statistic", ""),
+    "fraction_high": ("Share above the upper bound", "fraction"),
+    "fraction_low": ("Share below the lower bound", "fraction"),
 }
 _ROLLOUT_CORR = _prefixed(
     "rollout_corr",
@@ -125,10 +141,20 @@ _ROLLOUT_CORR = _prefixed(
         **_table(
             "fraction", rollout_rs_masked_fraction="Tokens rejected", rollout_rs_seq_masked_fraction="Sequences with a rejected token"
         ),
+        **_table("fraction", rollout_is_oob_ratio="Tokens whose weight a bound changed"),
+        **_table("", rollout_is_batch_norm_factor="Mean weight that batch normalisation divided by"),
+        **{
+            f"rollout_rs_{option}_{name}": Metric(description=f"{text} of the rejection {option}", unit=unit)
+            for option in REJECTION_OPTIONS
+            for name, (text, unit) in _REJECTION_STATISTICS.items()
+        },
     },
 )
 _COST = {
-    **_prefixed("tokens", _table("tokens", rollout="Tokens sampled in the step", train="Tokens trained on in the step")),
+    **_prefixed(
+        "tokens",
+        _table("tokens", rollout="Tokens sampled in the step", train="Packed tokens, prompts included", trained="Tokens in the loss"),
+    ),
     **_prefixed("rollout", _table("tokens/s", tokens_per_s="Sampling speed")),
     **_prefixed("rollout", _table("fraction", prefix_cache_hit_rate="Prompt tokens that the engine found in its prefix cache")),
     **_prefixed("train", _table("tokens/s", tokens_per_s="Training speed of the update phase")),

@@ -139,6 +139,28 @@ def with_old_log_probs(batch: PackedBatch, log_probs_T: torch.Tensor) -> PackedB
     return replace(batch, old_log_probs=torch.where(trained, log_probs_T.detach().float(), torch.zeros_like(batch.loss_mask)))
 
 
+def with_advantages(batches: Sequence[PackedBatch], advantages_N: torch.Tensor) -> list[PackedBatch]:
+    """The batches with one advantage for each sequence, in sample order, at its trained tokens; 0 outside the loss mask.
+
+    Raises:
+        ValueError: not one advantage for each sequence.
+    """
+    counts = [len(b.cu_seqlens) - 1 for b in batches]
+    if sum(counts) != len(advantages_N):
+        raise ValueError(f"{len(advantages_N)} advantages for {sum(counts)} sequences")
+    result = []
+    for batch, values in zip(batches, advantages_N.split(counts), strict=True):
+        spread = torch.repeat_interleave(values.to(batch.loss_mask), batch.cu_seqlens.diff().to(torch.int64))
+        result.append(replace(batch, advantages=spread * batch.loss_mask))
+    return result
+
+
+def regrouped(batches: Sequence[PackedBatch], like: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
+    """``batches`` cut into lists as long as those of ``like``."""
+    remaining = iter(batches)
+    return [[next(remaining) for _ in part] for part in like]
+
+
 def response_values(batches: Sequence[PackedBatch], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Per-token arrays ``[T]`` of each micro-batch, cut back to one array ``[R]`` for each sequence, in sample order.
 

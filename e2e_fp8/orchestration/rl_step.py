@@ -1,23 +1,24 @@
 """One reinforcement-learning step: roll out, reward, old log-probs, correction, update, sync."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from e2e_fp8.correction.diagnostics import mismatch_metrics
+from e2e_fp8.correction.apply import correct
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.observability.timers import PhaseTimer
-from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, with_old_log_probs
-from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
+from e2e_fp8.orchestration.batching import regrouped
+from e2e_fp8.orchestration.collect import collect
+from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
-from e2e_fp8.tasks.scoring import Scores
+from e2e_fp8.protocols import LossFn, TrainEngine
 from e2e_fp8.training.tile_census import TileCensus
-from e2e_fp8.types import PackedBatch, Prompt, Sample, StepReport, TokenStats
-from e2e_fp8.update.advantages import GroupStats, group_advantages
-from e2e_fp8.update.loss_fn import make_loss_fn
+from e2e_fp8.types import PackedBatch, Sample, StepReport, TokenStats
+from e2e_fp8.update.aggregation import loss_denominator
+from e2e_fp8.update.loss_fn import TRAINED_TOKENS, make_loss_fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,141 +35,100 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
 
     With ``census``, tile statistics of the update are added to the record (slower).
     """
-    cfg = session.cfg
-    rollout = session.start_rollout()
-    trained_version = session.trainer.policy_version
-    with timer("rollout"):
-        prompts = _prompts(session, step)
-        samples = session.generate(prompts, group_size=cfg.rollout.group_size, seed=generation_seed(cfg.run.seed, step))
-        rollout.sleep()
-    with timer("reward"):
-        scores = session.task.score_all([(s.prompt, s.response_text) for s in samples])
-        samples = [replace(s, reward=reward) for s, reward in zip(samples, scores.rewards, strict=True)]
-    advantages, groups = group_advantages(
-        torch.tensor([s.reward for s in samples]),
-        torch.tensor([s.group_id for s in samples]),
-        normalize_by_std=cfg.objective.normalize_by_std,
-        eps=cfg.objective.advantage_eps,
-    )
-    with timer("old_log_probs"):
-        scored = [_score(session, part, timer) for part in _pack(session, samples, advantages)]
-        minibatches = [batches for batches, _ in scored]
-        batches, stats = [b for part in minibatches for b in part], [s for _, part in scored for s in part]
-    mismatch = _mismatch(batches, cfg.correction.rollout_is_threshold)
-    with timer("update"):
-        reports, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
+    cfg, trained_version = session.cfg, session.trainer.policy_version
+    collected = collect(session, step, timer)
+    update = _train_on(session, step, collected.kept, timer, census=census) if collected.kept else _nothing_to_train_on(session)
     with timer("sync"):
         sync = session.sync()
-    record = _rollout_metrics(samples, groups) | _part_metrics(scores) | mismatch | _update_metrics(reports) | tiles
-    record["entropy"] = _entropy(batches, stats)
-    record |= _cost_metrics(samples, batches, timer, sync)
-    if session.task.curriculum is not None:
-        passed = [s.reward >= cfg.task.curriculum.pass_reward for s in samples]
-        record |= session.task.curriculum.observe([s.prompt for s in samples], passed)
-    record["staleness/max"] = float(trained_version - min(s.policy_version for s in samples))
-    record |= _advantage_metrics(samples, advantages)
-    if rollout.prefix_cache_hit_rate is not None:
-        record["rollout/prefix_cache_hit_rate"] = rollout.prefix_cache_hit_rate
+    record = collected.metrics | update | _cost_metrics(timer, sync)
+    record["rollout/tokens_per_s"] = record["tokens/rollout"] / max(record["time/rollout"], 1e-9)
+    record["train/tokens_per_s"] = record["tokens/train"] / max(record.get("time/update", 0.0), 1e-9)
+    record["staleness/max"] = float(trained_version - min(s.policy_version for s in collected.sampled))
+    hit_rate = session.start_rollout().prefix_cache_hit_rate
+    if hit_rate is not None:
+        record["rollout/prefix_cache_hit_rate"] = hit_rate
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
     record["learning_rate"] = warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps)
-    return StepOutcome(record=record, samples=samples, sync=sync)
+    return StepOutcome(record=record, samples=collected.sampled, sync=sync)
 
 
-def _prompts(session: Session, step: int) -> list[Prompt]:
-    """Prompts of a step: a function of seed and step, and with a curriculum of its levels too."""
-    count, seed, curriculum = session.cfg.rollout.prompts_per_step, session.cfg.run.seed, session.task.curriculum
-    return prompts_of_step(session.task.train, step, count, seed) if curriculum is None else curriculum.prompts_of_step(step, count, seed)
+def _nothing_to_train_on(session: Session) -> dict[str, float]:
+    """Dynamic sampling found no group with a learning signal: every optimizer step is skipped and counted."""
+    return {"skipped_steps": float(session.cfg.training.minibatches_per_step), "grad_norm": 0.0, "tokens/train": 0.0, "tokens/trained": 0.0}
 
 
-def _pack(session: Session, samples: Sequence[Sample], advantages: torch.Tensor) -> list[list[PackedBatch]]:
-    """Micro-batches of each mini-batch; groups stay whole."""
-    training = session.cfg.training
-    slices = minibatch_slices([s.group_id for s in samples], training.minibatches_per_step)
-    return [
-        pack_samples(samples[part], advantages[part], max_tokens=training.max_tokens_per_microbatch, device=session.trainer.device)
-        for part in slices
-    ]
+def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: PhaseTimer, *, census: bool) -> dict[str, float]:
+    """Old log-probs, advantages, correction and update; metrics of all of them."""
+    cfg = session.cfg
+    with timer("old_log_probs"):
+        scored = score(session, samples, timer)
+        minibatches, record = scored.minibatches, dict(scored.metrics)
+        if scored.stats is not None:
+            log_probs = [b.old_log_probs for b in scored.batches]
+            record |= mismatch(scored.batches, log_probs, cfg.correction.mismatch_threshold)
+            record["entropy"] = _entropy(scored.batches, scored.stats)
+            corrected, metrics = correct(scored.batches, log_probs, cfg.correction)
+            minibatches, record = regrouped(corrected, minibatches), record | metrics
+    with timer("update"):
+        update, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
+    record |= update | tiles
+    record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
+    return record
 
 
-def _score(session: Session, batches: list[PackedBatch], timer: PhaseTimer) -> tuple[list[PackedBatch], list[TokenStats]]:
-    """Add the trainer's old log-probs, and the reference policy's where the KL term needs them."""
-    stats = session.trainer.token_stats(batches)
-    batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
-    if session.reference is not None:
-        with timer("reference"):
-            reference = session.reference.token_stats(batches)
-        batches = [replace(b, ref_log_probs=r.log_probs * b.loss_mask) for b, r in zip(batches, reference, strict=True)]
-    return batches, stats
-
-
-def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> list[StepReport]:
-    """One optimizer step per mini-batch."""
+def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> dict[str, float]:
+    """One optimizer step per mini-batch, and the metrics of all."""
     cfg = session.cfg
     session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
-    loss_fn = make_loss_fn(cfg.objective, cfg.correction)
-    return [session.trainer.train_step(part, loss_fn, float(sum(b.loss_mask.sum() for b in part))) for part in minibatches]
+    loss_fn = make_loss_fn(cfg.objective, cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
+    reports: list[StepReport] = []
+    corrections: list[dict[str, float]] = []
+    trained = 0.0
+    for part in minibatches:
+        if cfg.correction.bypass_mode and cfg.correction.corrects:
+            # Against the rollout policy as the weights are now; the loss's own forward gives the same log-probs.
+            log_probs = [s.log_probs for s in session.trainer.token_stats(part)]
+            part, metrics = correct(part, log_probs, cfg.correction)
+            corrections.append(metrics | mismatch(part, log_probs, cfg.correction.mismatch_threshold))
+        trained += float(sum(b.trained_mask.sum() for b in part))
+        reports.append(optimizer_step(session.trainer, part, loss_fn, loss_denominator(part, cfg.objective.loss_agg_mode)))
+    return mean_of(corrections) | _update_metrics(reports) | {TRAINED_TOKENS: trained}
 
 
-def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[list[StepReport], dict[str, float]]:
+def optimizer_step(trainer: TrainEngine, part: list[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
+    """One optimizer step, or a skipped one when the correction rejected every token of ``part``: there is nothing to divide by."""
+    if denominator == 0:
+        return StepReport(metrics={}, grad_norm=0.0, skipped=True)
+    return trainer.train_step(part, loss_fn, denominator)
+
+
+def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[dict[str, float], dict[str, float]]:
     plan = QuantizationPlan.from_config(session.cfg)
     with TileCensus(session.trainer.model, plan) as census:
         for name, weight in session.trainer.named_masters():
             if weight.dim() == 2 and ".linear_" in name:
                 census.count_weight(weight.to(torch.bfloat16))
-        reports = _update(session, step, minibatches)
-    return reports, census.record()
+        update = _update(session, step, minibatches)
+    return update, census.record()
 
 
-def _mismatch(batches: Sequence[PackedBatch], threshold: float) -> dict[str, float]:
-    """verl's ``rollout_corr/*`` over all response tokens of the step."""
-    offsets, total = [torch.zeros(1, dtype=torch.int64)], 0
-    for batch in batches:
-        offsets.append(batch.cu_seqlens[1:].cpu().to(torch.int64) + total)
-        total += batch.token_ids.numel()
-    return mismatch_metrics(
-        torch.cat([b.old_log_probs.cpu() for b in batches]),
-        torch.cat([b.rollout_log_probs.cpu() for b in batches]),
-        torch.cat([b.loss_mask.cpu() for b in batches]),
-        torch.cat(offsets),
-        threshold,
-    )
-
-
-def _rollout_metrics(samples: Sequence[Sample], groups: GroupStats) -> dict[str, float]:
-    rewards = torch.tensor([s.reward for s in samples])
-    lengths = torch.tensor([len(s.response_token_ids) for s in samples], dtype=torch.float32)
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "groups/degenerate": float(groups.degenerate),
-        "groups/total": float(groups.total),
-    }
-
-
-def _part_metrics(scores: Scores) -> dict[str, float]:
-    """Means of several rewards by name, and how many ran out of time."""
-    record = {"reward/timeouts": float(scores.timeouts)} if scores.timeouts else {}
-    if len(scores.parts) > 1:
-        record |= {f"reward/part/{name}": sum(values) / len(values) for name, values in scores.parts.items() if values}
-    return record
-
-
-def _advantage_metrics(samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
-    """Mean |advantage| of responses longer than the median over that of the others; nothing when either side has none."""
-    lengths = torch.tensor([len(s.response_token_ids) for s in samples])
-    long, magnitude = lengths > lengths.median(), advantages.abs()
-    if not bool(long.any()) or not float(magnitude[~long].sum()):
-        return {}
-    return {"advantages/long_to_short": float(magnitude[long].mean() / magnitude[~long].mean())}
+def mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the records that have it."""
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _update_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
-    keys = reports[0].metrics.keys()
-    record = {key: sum(r.metrics[key] for r in reports) / len(reports) for key in keys}
+    """Means over the optimizer steps that ran. The engine divided by the loss's denominator; token metrics are per trained token."""
+    per_token = []
+    for metrics in (r.metrics for r in reports if r.metrics):
+        tokens = metrics[TRAINED_TOKENS]
+        per_token.append({n: v if n == "loss" else v / tokens for n, v in metrics.items() if n != TRAINED_TOKENS})
+    record = mean_of(per_token)
     record["grad_norm"] = max(r.grad_norm for r in reports)
     record["skipped_steps"] = float(sum(r.skipped for r in reports))
     return record
@@ -179,19 +139,8 @@ def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> flo
     return total / max(sum(float(b.loss_mask.sum()) for b in batches), 1.0)
 
 
-def _cost_metrics(samples: Sequence[Sample], batches: Sequence[PackedBatch], timer: PhaseTimer, sync: SyncReport) -> dict[str, float]:
-    seconds = timer.seconds()
-    rollout_tokens = float(sum(len(s.response_token_ids) for s in samples))
-    train_tokens = float(sum(b.token_ids.numel() for b in batches))
-    record = {f"time/{phase}": value for phase, value in seconds.items()}
-    record |= {
-        "tokens/rollout": rollout_tokens,
-        "tokens/train": train_tokens,
-        "rollout/tokens_per_s": rollout_tokens / max(seconds["rollout"], 1e-9),
-        "train/tokens_per_s": train_tokens / max(seconds["update"], 1e-9),
-        "sync/bytes": float(sync.num_bytes),
-        "sync/seconds": sync.seconds,
-        "time/receipt": sync.receipt_seconds,
-    }
+def _cost_metrics(timer: PhaseTimer, sync: SyncReport) -> dict[str, float]:
+    record = timer.metrics()
+    record |= {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": sync.receipt_seconds}
     record["time/sync"] = sync.seconds
     return record | sync.receipt_metrics

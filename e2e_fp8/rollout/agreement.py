@@ -17,6 +17,8 @@ from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERTS = ".mlp.experts"
+_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+"""Without scales of their own: nobody delivers those of a quantized cache, and sleep loses them."""
 _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
@@ -46,7 +48,7 @@ def plan_digest(facts: Mapping[str, Any]) -> str:
 def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, Any]:
     """What a worker computes with, as JSON values: ``plan`` (live facts, as :func:`planned_facts`) and ``plan_digest``,
     ``kernels`` (quantization method and kernel -> number of layers), ``device``, ``device_uuid``, ``capability``,
-    ``environment`` (the switches that change numerics), ``tensor_parallel``, ``pid`` and versions."""
+    ``environment`` (the switches that change numerics), ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
     plan = _live_plan(model, vllm_config, device)
     cuda = device.type == "cuda"
     index = torch.cuda.current_device() if cuda else 0
@@ -60,6 +62,7 @@ def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device)
         "capability": list(torch.cuda.get_device_capability(index)) if cuda else [],
         "environment": {name: os.environ[name] for name in NUMERIC_SWITCHES if name in os.environ},
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "pid": os.getpid(),
         "torch": str(torch.__version__),
     }
@@ -135,6 +138,11 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
             raise EngineError(
                 f"rollout.tensor_parallel is {cfg.rollout.tensor_parallel}, but {where} is one of {worker['tensor_parallel']}: "
                 "change either."
+            )
+        if worker["kv_cache_dtype"] not in _KV_CACHE_DTYPES:
+            raise EngineError(
+                f"{where} keeps its KV cache in {worker['kv_cache_dtype']}, whose scales no weight update delivers: start it with "
+                "--kv-cache-dtype auto."
             )
         fp8 = planned["power_2_scale"] is not None
         if fp8 and worker["device"] == "cuda" and list(worker["capability"]) != [9, 0]:

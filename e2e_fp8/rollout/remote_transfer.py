@@ -2,10 +2,11 @@
 
 vLLM's verbs stay as they are: init opens a channel, start marks the weights as torn, update takes buckets, finish gives them
 their version. Before a start, ``prepare_update`` (a method of the worker extension) compares the announced names, shapes and
-dtypes with the model, so that an incomplete update is refused while the old weights still serve.
+dtypes with the model, so that an incomplete update is refused while the old weights still serve; ``weight_update`` runs several
+verbs in one call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +18,21 @@ from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
-from e2e_fp8.rollout.rank_layout import rank_layout
-from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, Loader
-from e2e_fp8.sync.buckets import UpdateManifest
+from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
+from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveParameters, Loader
+from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
-from e2e_fp8.sync.engine_receipt import Part, encode_parts
+from e2e_fp8.sync.direct import DirectReceiver
+from e2e_fp8.sync.engine_receipt import Part, PartTable, encode_digests
 from e2e_fp8.sync.token import require_token_for_dev_routes
 
 
 @dataclass
 class RemoteInitInfo(WeightTransferInitInfo):
-    """Channel name and its parameters, made by the sender (``e2e_fp8.sync.channels``)."""
+    """Channel name and its parameters, made by the sender (``e2e_fp8.sync.channels``), and the id it goes by."""
 
     channel: str
+    id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,19 +72,29 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         """Why the weights must not be used; empty when they may."""
         if vllm_config.load_config.load_format == "dummy":
             self.refusal = "the rollout server has no weights yet: publish a policy version"
-        self._loader: Loader = InPlaceLoader(model, self.parts) if self.in_place else LayerwiseLoader(model, self.model_config)
+        self._parameters = LiveParameters(model)
+        self._loader: Loader = InPlaceLoader(self._parameters, self.parts) if self.in_place else LayerwiseLoader(model, self.model_config)
         self._receiver: Receiver | None = None
+        self._channel = ""
+        self._prepared: UpdateManifest | None = None
         self._manifest: UpdateManifest | None = None
         self._pending: set[int] = set()
         self._arrived: dict[Part, int] = {}
         self._captures = False
+        self._shown: tuple[tuple, list[torch.Tensor]] = ((), [])
+        self._table = PartTable(())
 
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
         self._capture_routing()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+        receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+        if isinstance(receiver, DirectReceiver) and self._prepared is not None:
+            # Refused here, a malformed place leaves the old weights in service.
+            receiver.expect(self._prepared)
+        self._receiver = receiver
+        self._channel = init_info.id
 
     @property
     def has_channel(self) -> bool:
@@ -101,6 +114,19 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         Raises EngineError unless its names, shapes and dtypes are exactly the model's; nothing is changed then.
         """
         check_delivery(self.layout, {spec.name: (spec.dtype, spec.shape) for spec in manifest.specs()})
+        self._prepared = manifest
+        self._accept(manifest)
+
+    def is_prepared(self, step: UpdateStep) -> bool:
+        """Whether :meth:`begin` may follow: these tensors were accepted before, and the open channel is this sender's."""
+        return self._prepared is not None and self._prepared.layout_digest == step.layout and self._channel == step.channel
+
+    def begin(self, policy_version: int) -> None:
+        """Accept the tensors of the last :meth:`prepare` once more, as another update."""
+        assert self._prepared is not None
+        self._accept(self._prepared.at_version(policy_version))
+
+    def _accept(self, manifest: UpdateManifest) -> None:
         self._loader.abandon()
         self._manifest, self._pending, self._arrived = manifest, set(range(len(manifest.buckets))), {}
 
@@ -116,10 +142,10 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         manifest = self._manifest
         if manifest is None or self._receiver is None or update_info.manifest != manifest.digest:
             raise EngineError("Weights arrived that belong to no prepared update; publish again.")
-        for index, tensors in self._receiver.receive(update_info.update, manifest):
+        for index, tensors in self._receiver.receive(update_info.update, manifest, self._loader.placed):
             if index not in self._pending:
                 raise EngineError(f"Bucket {index} of policy version {manifest.policy_version} came twice; publish again.")
-            self._loader.load(tensors)
+            self._loader.load(tensors, reusable=self._receiver.reusable)
             if not self.in_place:
                 self._record_arrival(tensors)
             self._pending.discard(index)
@@ -140,14 +166,39 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self.policy_version, self.refusal = self._manifest.policy_version, ""
         self._manifest = None
 
-    def receipt(self) -> list[list[Any]]:
-        """Digest of every part this rank can show: all of them in place, else FP8 codes and scales, and arrivals of the rest."""
-        parameters = dict(self.model.named_parameters())
-        shown = [slot for slot in self.parts if slot.slot.fp8 or self.in_place]
-        digests = tensor_digests([slot.live(parameters) for slot in shown])
-        return encode_parts([slot.part for slot in shown], digests) + encode_parts(list(self._arrived), list(self._arrived.values()))
+    def receipt(self, known: Collection[str]) -> dict[str, Any]:
+        """Digest of every part this rank can show: all of them in place, else FP8 codes and scales, and arrivals of the rest.
+
+        ``digests`` in the order of the ``PartTable`` whose digest is ``table``; ``parts``, the table, unless it is ``known``.
+        """
+        slots = [slot for slot in self.parts if slot.slot.fp8 or self.in_place]
+        parts = (*(slot.part for slot in slots), *self._arrived)
+        if self._table.parts != parts:
+            self._table = PartTable(parts)
+        digests = tensor_digests(self._live(slots)) + list(self._arrived.values())
+        answer = {"table": self._table.digest, "digests": encode_digests(digests)}
+        return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
+
+    def _live(self, slots: list[RankSlot]) -> list[torch.Tensor]:
+        """Views of the live parameters, the last ones while nothing has moved."""
+        if not self.in_place:
+            # A reload gives layers other parameters, under other names too.
+            parameters = dict(self.model.named_parameters())
+            return [slot.live(parameters) for slot in slots]
+        addresses = self._parameters.addresses()
+        if self._shown[0] != addresses:
+            parameters = self._parameters.named()
+            self._shown = addresses, [slot.live(parameters) for slot in slots]
+        return self._shown[1]
+
+    def close_channel(self, channel: str) -> None:
+        """Close the channel that goes by this id, if it is still the open one."""
+        if channel and channel == self._channel:
+            self._close_receiver()
 
     def _close_receiver(self) -> None:
+        self._channel = ""
+        self._loader.forget()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

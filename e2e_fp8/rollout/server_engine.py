@@ -64,6 +64,7 @@ class ServerEngine:
                 device=torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu"),
                 timeout_s=cfg.rollout.timeout_s,
                 max_bucket_bytes=cfg.sync.max_bucket_mib << 20,
+                ipc_buckets=cfg.sync.ipc_buckets or None,
                 folder=model_dir.parent / "sync",
                 write_folder=write_folder,
             )

@@ -34,8 +34,10 @@ CONTROL_ROUTES = (
     "/tokenize",
     "/detokenize",
 )
-"""POST routes that work whatever state the weights are in; any other is taken for generation."""
+"""POST routes that work whatever state the weights are in; any other is taken for generation. ``/collective_rpc?pause=wait`` (or
+``abort``) pauses generation before the call, which may then write weights: one round trip instead of two."""
 VERSION_HEADER = b"x-policy-version"
+_TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
 
 
 class TokenGuard:
@@ -80,21 +82,31 @@ class TokenGuard:
         if path == "/pause":
             if query.get("mode") == ["keep"]:
                 return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
-            # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
-            state = await self._ask(engine)
-            self._state = {**state, "refusal": state["refusal"] or "generation is paused for a weight update"}
+            await self._refuse_while_paused(engine)
+        if path == "/collective_rpc" and "pause" in query:
+            mode = query["pause"][0]
+            if mode not in ("wait", "abort"):
+                return 409, f"pause={mode} is neither wait nor abort."
+            await self._refuse_while_paused(engine)
+            await _pause(engine, mode)
+            self._state = _TORN
         if path == "/sleep" and query.get("level") == ["2"]:
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None
         if path == "/start_weight_update":
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
-            self._state = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
+            self._state = _TORN
         if path == "/resume":
             self._state = None
             state = await self._ask(engine)
             return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
         return None
+
+    async def _refuse_while_paused(self, engine: Any) -> None:
+        # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
+        state = await self._ask(engine)
+        self._state = {**state, "refusal": state["refusal"] or "generation is paused for a weight update"}
 
     async def _ask(self, engine: Any) -> dict[str, Any]:
         """State of the weights; the first rank that refuses speaks for all."""
@@ -102,6 +114,8 @@ class TokenGuard:
         if state is None:
             states = await engine.collective_rpc("weight_state")
             answer = next((state for state in states if state["refusal"]), states[0])
+            if not answer["refusal"] and any(state["policy_version"] != answer["policy_version"] for state in states):
+                answer = {"policy_version": None, "refusal": "the ranks hold different policy versions: publish again"}
             # An update may have begun while the workers answered; its mark must stay.
             state = self._state = self._state or answer
         return state
@@ -116,6 +130,19 @@ class TokenGuard:
             await send(message)
 
         return stamped
+
+
+async def _pause(engine: Any, mode: str) -> None:
+    """Pause the scheduler and drop its caches.
+
+    ``engine.pause_generation`` also sleeps for 20 ms, so that answers of requests that just ended get out before it returns;
+    with no request in flight there are none, and its two other steps are enough.
+    """
+    if engine.output_processor.has_unfinished_requests():
+        await engine.pause_generation(mode=mode, clear_cache=True)
+        return
+    await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, sentence: str) -> None:

@@ -6,23 +6,51 @@ from typing import Any, Protocol
 import torch
 
 from e2e_fp8.rollout.rank_layout import RankSlot
-
-RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer type of each element size: tensors are moved as bytes, whatever they hold."""
+from e2e_fp8.sync.buckets import TensorSpec
+from e2e_fp8.sync.copies import CopyPlan
 
 
 class Loader(Protocol):
     """Takes a complete set of HF-named tensors in any number of pieces."""
 
     def start(self) -> None: ...
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole HF tensors, which the caller reuses afterwards."""
+    def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
+        """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again."""
+        ...
+
+    def placed(self, spec: TensorSpec) -> torch.Tensor | None:
+        """The model's own memory for a tensor if it lies there whole and without gaps, so that it may be received there."""
         ...
 
     def finish(self) -> None: ...
     def abandon(self) -> None:
         """Leave the model callable after an update that ended early; its values are then a mix."""
         ...
+
+    def forget(self) -> None:
+        """Drop everything that refers to a sender's memory, whose channel closes."""
+        ...
+
+
+class LiveParameters:
+    """A model's parameters by name, found once, without missing those that vLLM puts in the place of others later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._owners: list[tuple[str, dict[str, Any], str]] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self._owners.append((f"{prefix}.{name}" if prefix else name, module._parameters, name))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """As ``dict(model.named_parameters())`` now."""
+        return {name: owner[key] for name, owner, key in self._owners}
+
+    def addresses(self) -> tuple[tuple[int, int], ...]:
+        """First byte and number of elements of each; equal tuples mean that views of them still hold."""
+        return tuple((owner[key].data_ptr(), owner[key].numel()) for _, owner, key in self._owners)
 
 
 class InPlaceLoader:
@@ -31,31 +59,44 @@ class InPlaceLoader:
     Right where vLLM's processing after loading changes nothing, which the receipt checks: block FP8 on Hopper.
     """
 
-    def __init__(self, model: torch.nn.Module, slots: list[RankSlot]) -> None:
-        self._model = model
+    def __init__(self, parameters: LiveParameters, slots: list[RankSlot]) -> None:
+        self._parameters = parameters
         self._slots = {slot.part.name: slot for slot in slots}
+        self._addresses: tuple = ()
+        self._live: dict[str, torch.Tensor] = {}
+        self._plans: dict[int, tuple[Mapping[str, torch.Tensor], CopyPlan]] = {}
+        """By the mapping's id, which stays its own because the mapping is kept."""
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """Look where the live parameters are; plans of the last update hold when they have not moved."""
+        addresses = self._parameters.addresses()
+        if addresses != self._addresses:
+            named = self._parameters.named()
+            self._live = {name: slot.live(named) for name, slot in self._slots.items()}
+            self._plans, self._addresses = {}, addresses
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        parameters = dict(self._model.named_parameters())
-        groups: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for name, tensor in tensors.items():
-            slot = self._slots[name]
-            target = slot.live(parameters)
-            raw = RAW_DTYPES[tensor.element_size()]
-            targets, sources = groups.setdefault(tensor.element_size(), ([], []))
-            targets.append(target.view(raw))
-            sources.append(slot.part.of(tensor).view(raw))
-        for targets, sources in groups.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+    def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
+        kept = self._plans.get(id(tensors))
+        if kept is not None:
+            kept[1].run()
+            return
+        plan = CopyPlan((self._live[name], self._slots[name].part.of(tensor)) for name, tensor in tensors.items())
+        if reusable:
+            self._plans[id(tensors)] = tensors, plan
+        plan.run()
+
+    def placed(self, spec: TensorSpec) -> torch.Tensor | None:
+        live = self._live[spec.name]
+        return live if tuple(live.shape) == spec.shape and live.is_contiguous() else None
 
     def finish(self) -> None:
         """Everything is in place."""
 
     def abandon(self) -> None:
         """Nothing to undo: the next update overwrites every byte."""
+
+    def forget(self) -> None:
+        self._plans = {}
 
 
 class LayerwiseLoader:
@@ -69,9 +110,16 @@ class LayerwiseLoader:
 
         initialize_layerwise_reload(self._model)
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
         # The reload keeps tensors until their layer is complete, longer than the caller keeps its buffer.
         self._model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())  # type: ignore[operator]
+
+    def placed(self, spec: TensorSpec) -> torch.Tensor | None:
+        """None: vLLM's loaders want the tensor itself."""
+        return None
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def finish(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -4,6 +4,9 @@ Each answers with a JSON object; a mistake of the caller is ``{"error": sentence
 into stack traces on the way.
 """
 
+import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import torch
 from e2e_fp8.errors import UserError
 from e2e_fp8.rollout.agreement import worker_facts
 from e2e_fp8.rollout.remote_transfer import RemoteWeightTransferEngine
-from e2e_fp8.sync.buckets import UpdateManifest
+from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 
 
 class WorkerExtension:
@@ -21,6 +24,9 @@ class WorkerExtension:
     device: torch.device
     vllm_config: Any
     _weight_update_active: bool
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def prepare_update(self, manifest: str) -> dict[str, Any]:
         """Check an ``UpdateManifest`` in JSON against the model; ends an update that was left halfway.
@@ -36,6 +42,34 @@ class WorkerExtension:
         transfer.reset_weight_update_target()
         return {"has_channel": transfer.has_channel}
 
+    def weight_update(self, step: str) -> dict[str, Any]:
+        """vLLM's verbs start, update and finish in one call, as an ``UpdateStep`` in JSON says; ``seconds`` it took here.
+
+        ``unprepared``: nothing was done, because these tensors or this channel are not known; call ``prepare_update`` and
+        ``init_weight_transfer_engine`` first.
+        """
+        started = time.perf_counter()
+        try:
+            transfer, wanted = _transfer(self), UpdateStep.from_json(step)
+            if wanted.begin:
+                if not transfer.is_prepared(wanted):
+                    return {"unprepared": True}
+                self._weight_update_active = False
+                transfer.reset_weight_update_target()
+                transfer.begin(wanted.policy_version)
+                self.start_weight_update()
+            self.update_weights({"manifest": wanted.update_digest, "update": wanted.update})
+            if wanted.finish:
+                self.finish_weight_update()
+        except UserError as error:
+            return {"error": str(error)}
+        return {"seconds": time.perf_counter() - started}
+
+    def close_channel(self, channel: str) -> dict[str, Any]:
+        """Let go of a trainer's memory or process group; nothing when another channel has taken its place."""
+        _transfer(self).close_channel(channel)
+        return {}
+
     def weight_state(self) -> dict[str, Any]:
         """``policy_version`` (None when torn or unknown) and ``refusal``, why generation must not run (empty when it may)."""
         transfer = _transfer(self)
@@ -47,11 +81,12 @@ class WorkerExtension:
         transfer.policy_version, transfer.refusal = None, reason
         return {}
 
-    def receipt(self) -> dict[str, Any]:
-        """``parts``: digests of this rank's live bytes (``e2e_fp8.sync.engine_receipt``); ``policy_version``."""
+    def receipt(self, known: str = "[]") -> dict[str, Any]:
+        """Digests of this rank's live bytes, see :meth:`RemoteWeightTransferEngine.receipt`; ``known``: JSON list of tables that
+        the caller has."""
         try:
-            return {"parts": _transfer(self).receipt(), "policy_version": _transfer(self).policy_version}
-        except UserError as error:
+            return _transfer(self).receipt(json.loads(known))
+        except (UserError, ValueError) as error:
             return {"error": str(error)}
 
     def describe_worker(self) -> dict[str, Any]:

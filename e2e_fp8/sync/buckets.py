@@ -7,12 +7,14 @@ refers to it by digest, so a bucket of another update cannot be taken for one of
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.copies import CopyPlan
 
 ALIGNMENT = 256
 """Offsets are multiples of this many bytes: wide loads on every device."""
@@ -62,15 +64,28 @@ class UpdateManifest:
         for bucket in self.buckets:
             yield from bucket
 
+    def at_version(self, policy_version: int) -> "UpdateManifest":
+        """The same tensors at the same places, as another update; what is known of the layout is not computed again."""
+        other = UpdateManifest(policy_version=policy_version, buckets=self.buckets)
+        other.__dict__["layout_digest"] = self.layout_digest
+        return other
+
+    @cached_property
+    def layout_digest(self) -> str:
+        """SHA-256 of the JSON form of the buckets: names, dtypes, shapes and offsets."""
+        return hashlib.sha256(_json(self._plain_buckets())).hexdigest()
+
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the manifest's JSON form: names, dtypes, shapes, offsets and version."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of version and :attr:`layout_digest`."""
+        return _update_digest(self.policy_version, self.layout_digest)
+
+    def _plain_buckets(self) -> list:
+        return [[[s.name, str(s.dtype).removeprefix("torch."), list(s.shape), s.offset] for s in bucket] for bucket in self.buckets]
 
     def to_json(self) -> str:
         """The manifest as one line of JSON; equal manifests have equal lines."""
-        buckets = [[[s.name, str(s.dtype).removeprefix("torch."), list(s.shape), s.offset] for s in bucket] for bucket in self.buckets]
-        return json.dumps({"policy_version": self.policy_version, "buckets": buckets}, separators=(",", ":"))
+        return _json({"policy_version": self.policy_version, "buckets": self._plain_buckets()}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "UpdateManifest":
@@ -101,13 +116,60 @@ class UpdateManifest:
                 end = spec.offset + spec.num_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class UpdateStep:
+    """One call of an update: any of beginning it, taking what ``update`` announces, and finishing it."""
+
+    layout: str
+    """``layout_digest`` of a prepared manifest."""
+    policy_version: int
+    channel: str
+    """Id of the channel that the trainer opened."""
+    begin: bool
+    update: dict[str, Any]
+    finish: bool
+
+    @property
+    def update_digest(self) -> str:
+        """``digest`` of the update's manifest."""
+        return _update_digest(self.policy_version, self.layout)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return _json(asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "UpdateStep":
+        """Inverse of :meth:`to_json`. Raises EngineError for anything else."""
+        try:
+            step = cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"Malformed step of a weight update ({error!r}); refused.") from error
+        kinds = (str, int, str, bool, dict, bool)
+        if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
+            raise EngineError("Malformed step of a weight update; refused.")
+        return step
+
+
+def _update_digest(policy_version: int, layout: str) -> str:
+    return hashlib.sha256(f"{policy_version} {layout}".encode()).hexdigest()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def bucket_bytes(bucket: Sequence[TensorSpec]) -> int:
     """Bytes that ``bucket`` takes, alignment included."""
     return max((spec.offset + spec.num_bytes for spec in bucket), default=0)
 
 
-def plan_update(tensors: Sequence[tuple[str, torch.Tensor]], *, policy_version: int, max_bytes: int) -> UpdateManifest:
+def plan_update(
+    tensors: Sequence[tuple[str, torch.Tensor]], *, policy_version: int, max_bytes: int, alone_bytes: int | None = None
+) -> UpdateManifest:
     """Fill buckets of at most ``max_bytes`` with (HF name, tensor) pairs, in order; a larger tensor gets a bucket of its own.
+
+    With ``alone_bytes`` every tensor of at least so many bytes does, before the bucket that is being filled.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """
@@ -118,6 +180,9 @@ def plan_update(tensors: Sequence[tuple[str, torch.Tensor]], *, policy_version: 
         if tensor.dtype not in DTYPES.values():
             raise EngineError(f"Weight update refused, nothing was written: {name} is {tensor.dtype}, which is not a dtype of weights.")
         size = tensor.numel() * tensor.element_size()
+        if alone_bytes is not None and size >= alone_bytes:
+            buckets.append((TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=0),))
+            continue
         if current and offset + size > max_bytes:
             buckets.append(tuple(current))
             current, offset = [], 0
@@ -135,8 +200,11 @@ def views(bucket: Sequence[TensorSpec], buffer: torch.Tensor) -> list[torch.Tens
     return [buffer[s.offset : s.offset + s.num_bytes].view(s.dtype).view(s.shape) for s in bucket]
 
 
+def packing(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> CopyPlan:
+    """Copies of the bytes of each tensor to its place in ``buffer`` (uint8 ``[capacity]``, any device)."""
+    return CopyPlan(zip(views(bucket, buffer), (tensors[s.name] for s in bucket), strict=True))
+
+
 def pack(bucket: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy the bytes of each tensor to its place in ``buffer`` (uint8 ``[capacity]``, any device)."""
-    targets = [buffer[s.offset : s.offset + s.num_bytes] for s in bucket]
-    sources = [tensors[s.name].detach().contiguous().view(-1).view(torch.uint8) for s in bucket]
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    """Run :func:`packing` once."""
+    packing(bucket, tensors, buffer).run()

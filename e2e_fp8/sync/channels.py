@@ -1,7 +1,8 @@
 """The three ways bytes travel between processes: ``ipc``, ``nccl`` and ``disk``, sender and receiver side by side.
 
 All share one protocol. The sender opens a channel with JSON parameters (vLLM's init verb), announces buckets or a folder
-(its update verb), and the receiver yields named tensors that are valid until the next one is asked for.
+(its update verb), and the receiver yields named tensors that are valid until the next one is asked for. ``nccl`` is in
+:mod:`e2e_fp8.sync.broadcasts`; ``ipc`` without buckets, the usual one on a GPU, in :mod:`e2e_fp8.sync.direct`.
 """
 
 import shutil
@@ -15,8 +16,10 @@ import torch
 from safetensors import safe_open
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, pack, views
-from e2e_fp8.sync.process_group import BroadcastGroup
+from e2e_fp8.sync import buckets
+from e2e_fp8.sync.broadcasts import NcclReceiver
+from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, views
+from e2e_fp8.sync.direct import DirectReceiver
 from e2e_fp8.sync.shared_buffers import SharedBuffers
 
 TRANSPORTS = ("ipc", "nccl", "disk")
@@ -25,8 +28,15 @@ VERSION_KEY = "e2e_fp8_policy_version"
 BUFFERS = 2
 """One bucket is filled while the other is read."""
 
-Announce = Callable[[dict[str, Any]], None]
-"""Posts an ``update_info``; returns when every rank has taken it."""
+
+class Announce(Protocol):
+    """Posts an ``update``; returns when every rank has taken it. The ``first`` of an update begins it, the ``last`` finishes it."""
+
+    def __call__(self, update: dict[str, Any], *, first: bool, last: bool) -> None: ...
+
+
+Placed = Callable[[TensorSpec], torch.Tensor | None]
+"""The engine's own memory for a tensor, if it can be received there as it lies."""
 WriteFolder = Callable[[Path, Mapping[str, torch.Tensor], int], None]
 """(folder, HF name -> tensor, policy version): writes a Hugging Face checkpoint atomically."""
 
@@ -34,8 +44,8 @@ WriteFolder = Callable[[Path, Mapping[str, torch.Tensor], int], None]
 class Sender(Protocol):
     """The trainer's end."""
 
-    def open(self, capacity: int, init: Callable[[dict[str, Any]], None]) -> None:
-        """Make the channel ready for buckets of ``capacity`` bytes; ``init`` posts an ``init_info`` to all ranks."""
+    def open(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], init: Callable[[dict[str, Any]], None]) -> None:
+        """Make the channel ready for this update; ``init`` posts an ``init_info`` to all ranks."""
         ...
 
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,8 +62,14 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """An engine rank's end."""
 
-    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """(bucket index, HF name -> tensor) of what ``update`` announces; tensors are valid until the next pair."""
+    reusable: bool
+    """Whether the tensors of a bucket are the same objects in every update, so that copies from them can be prepared once."""
+
+    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Placed) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """(bucket index, HF name -> tensor) of what ``update`` announces; tensors are valid until the next pair.
+
+        Tensors that went straight to their ``placed`` memory are left out.
+        """
         ...
 
     def close(self) -> None: ...
@@ -66,7 +82,8 @@ class IpcSender:
         self._device = device
         self._buffers: SharedBuffers | None = None
 
-    def open(self, capacity: int, init: Callable[[dict[str, Any]], None]) -> None:
+    def open(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], init: Callable[[dict[str, Any]], None]) -> None:
+        capacity = manifest.capacity
         if self._buffers is not None and self._buffers.tensors[0].numel() >= capacity:
             return
         self.close()
@@ -84,13 +101,16 @@ class IpcSender:
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
         assert self._buffers is not None
         taken: list[Future] = []
+        last = len(manifest.buckets) - 1
         with ThreadPoolExecutor(1) as poster:
             for index, bucket in enumerate(manifest.buckets):
                 if index >= BUFFERS:
                     taken[index - BUFFERS].result()
-                pack(bucket, tensors, self._buffers.tensors[index % BUFFERS])
-                _synchronize(self._device)
-                taken.append(poster.submit(announce, {"buckets": [index], "slot": index % BUFFERS}))
+                buckets.pack(bucket, tensors, self._buffers.tensors[index % BUFFERS])
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                update = {"buckets": [index], "slot": index % BUFFERS}
+                taken.append(poster.submit(announce, update, first=index == 0, last=index == last))
             for future in taken:
                 future.result()
 
@@ -103,113 +123,37 @@ class IpcSender:
 class IpcReceiver:
     """Reads the trainer's shared buffers."""
 
+    reusable = True
+
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._buffers = SharedBuffers.open(dict(parameters))
+        self._views: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
 
-    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        buffer = self._buffers.tensors[int(update["slot"])]
+    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Placed) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        slot = int(update["slot"])
         for index in update["buckets"]:
-            yield index, _named(manifest.buckets[index], buffer)
+            key = manifest.layout_digest, index, slot
+            if key not in self._views:
+                bucket = manifest.buckets[index]
+                self._views[key] = dict(zip((spec.name for spec in bucket), views(bucket, self._buffers.tensors[slot]), strict=True))
+            yield index, self._views[key]
 
     def close(self) -> None:
+        self._views = {}
         self._buffers.close()
-
-
-class NcclSender:
-    """Broadcasts buckets to all engine ranks; the next one is packed while the last is on the wire."""
-
-    def __init__(self, device: torch.device, *, engine_ranks: int, host: str, timeout_s: float) -> None:
-        self._device, self._engine_ranks, self._host, self._timeout_s = device, engine_ranks, host, timeout_s
-        self._group: BroadcastGroup | None = None
-        self._buffers: list[torch.Tensor] = []
-
-    def open(self, capacity: int, init: Callable[[dict[str, Any]], None]) -> None:
-        if self._group is None:
-            size = 1 + self._engine_ranks
-            port, join = BroadcastGroup.listen(self._host, size, device=self._device, timeout_s=self._timeout_s)
-            parameters = {"host": self._host, "port": port, "size": size, "timeout_s": self._timeout_s}
-            with ThreadPoolExecutor(1) as poster:
-                posted = poster.submit(init, {"channel": "nccl", "parameters": parameters})
-                self._group = _join_or_refusal(join, posted)
-                posted.result()
-        if not self._buffers or self._buffers[0].numel() < capacity:
-            self._buffers = [torch.empty(capacity, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-
-    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: buckets are packed while the last one is on the wire."""
-
-    def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
-        group = self._group
-        assert group is not None
-        waiters: list[Callable[[Callable[[], None]], None]] = []
-        with ThreadPoolExecutor(1) as poster:
-            posted = poster.submit(announce, {"buckets": list(range(len(manifest.buckets)))})
-
-            def check() -> None:
-                if posted.done():
-                    group.abort()
-                    posted.result()
-
-            try:
-                for index, bucket in enumerate(manifest.buckets):
-                    if index >= BUFFERS:
-                        waiters[index - BUFFERS](check)
-                    buffer = self._buffers[index % BUFFERS]
-                    pack(bucket, tensors, buffer)
-                    waiters.append(group.broadcast(buffer[: bucket_bytes(bucket)]))
-                for wait in waiters[-BUFFERS:]:
-                    wait(check)
-            except RuntimeError as error:
-                self.close()
-                posted.result()
-                raise EngineError(f"The weight broadcast to the rollout server failed ({error}); publish again.") from error
-            posted.result()
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-        self._buffers = []
-
-
-class NcclReceiver:
-    """An engine rank of the trainer's process group."""
-
-    def __init__(self, parameters: Mapping[str, Any], *, rank: int, device: torch.device) -> None:
-        host, port, size = str(parameters["host"]), int(parameters["port"]), int(parameters["size"])
-        self._device = device
-        self._group = BroadcastGroup.join(host, port, rank, size, device=device, timeout_s=float(parameters["timeout_s"]))
-        self._buffers: list[torch.Tensor] = []
-
-    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        if not self._buffers or self._buffers[0].numel() < manifest.capacity:
-            self._buffers = [torch.empty(manifest.capacity, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        indices = list(update["buckets"])
-        waiters = {index: self._start(index, manifest) for index in indices[:1]}
-        for position, index in enumerate(indices):
-            for following in indices[position + 1 : position + BUFFERS]:
-                waiters[following] = self._start(following, manifest)
-            waiters.pop(index)(self._group.check_trainer)
-            yield index, _named(manifest.buckets[index], self._buffers[index % BUFFERS])
-            _synchronize(self._device)
-
-    def _start(self, index: int, manifest: UpdateManifest) -> Callable[[Callable[[], None]], None]:
-        return self._group.broadcast(self._buffers[index % BUFFERS][: bucket_bytes(manifest.buckets[index])])
-
-    def close(self) -> None:
-        self._group.abort()
-        self._buffers = []
 
 
 class DiskSender:
     """Writes ``<root>/policy-<version>``, a block-FP8 Hugging Face checkpoint, and names it; two newest are kept."""
 
     def __init__(self, root: Path, write: WriteFolder) -> None:
-        self._root, self._write = root, write
+        self._root, self._write, self._opened = root, write, False
 
-    def open(self, capacity: int, init: Callable[[dict[str, Any]], None]) -> None:
+    def open(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], init: Callable[[dict[str, Any]], None]) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        init({"channel": "disk", "parameters": {}})
+        if not self._opened:
+            init({"channel": "disk", "parameters": {}})
+            self._opened = True
 
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the folder; the engine goes on until it is complete."""
@@ -219,7 +163,7 @@ class DiskSender:
 
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Announce) -> None:
         folder = policy_folder(self._root, manifest.policy_version)
-        announce({"buckets": list(range(len(manifest.buckets))), "folder": str(folder.resolve())})
+        announce({"buckets": list(range(len(manifest.buckets))), "folder": str(folder.resolve())}, first=True, last=True)
         for old in sorted(self._root.glob("policy-*"))[:-2]:
             if old != folder:
                 remove_folder(old)
@@ -231,7 +175,9 @@ class DiskSender:
 class DiskReceiver:
     """Reads a checkpoint folder that the trainer wrote on a file system both see."""
 
-    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    reusable = False
+
+    def receive(self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Placed) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         folder = Path(update["folder"])
         with ExitStack() as stack:
             where: dict[str, Any] = {}
@@ -254,7 +200,7 @@ class DiskReceiver:
 def open_receiver(channel: str, parameters: Mapping[str, Any], *, rank: int, device: torch.device) -> Receiver:
     """The receiving end for ``init_info`` of a sender; ``rank`` counts all ranks of the group, the trainer being 0."""
     if channel == "ipc":
-        return IpcReceiver(parameters)
+        return DirectReceiver(parameters) if parameters.get("kind") == "direct" else IpcReceiver(parameters)
     if channel == "nccl":
         return NcclReceiver(parameters, rank=rank, device=device)
     if channel == "disk":
@@ -274,25 +220,6 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _named(bucket: tuple[TensorSpec, ...], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    return dict(zip((spec.name for spec in bucket), views(bucket, buffer), strict=True))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _join_or_refusal(join: Callable[[], BroadcastGroup], posted: Future) -> BroadcastGroup:
-    """The joined group; when the engine refuses, its sentence instead of the timeout that follows from it."""
-    try:
-        return join()
-    except RuntimeError as error:
-        if posted.done():
-            posted.result()
-        raise EngineError(f"The rollout engine did not join the trainer's process group ({error}).") from error
 
 
 def _read(file: Any, spec: TensorSpec, folder: Path) -> torch.Tensor:

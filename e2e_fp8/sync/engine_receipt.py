@@ -4,15 +4,19 @@ A rank names each part by its place in the Hugging Face tensor, so the trainer n
 and parts that together do not make up the whole tensor are a mismatch too.
 """
 
-from collections.abc import Mapping, Sequence
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
 from e2e_fp8.numerics.digest import tensor_digests
-from e2e_fp8.sync.receipt import Manifest, dtype_name, is_covered, manifest_of
+from e2e_fp8.sync.receipt import Manifest, TensorRecord, dtype_name, is_covered, manifest_of
 from e2e_fp8.types import ExportedTensor
 
 
@@ -30,14 +34,83 @@ class Part:
         return tensor[tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))]
 
 
-def encode_parts(parts: Sequence[Part], digests: Sequence[int]) -> list[list[Any]]:
-    """JSON values of a rank's report; 64-bit digests travel as hexadecimal."""
-    return [[p.name, list(p.start), list(p.shape), f"{d:016x}"] for p, d in zip(parts, digests, strict=True)]
+@dataclass(frozen=True)
+class PartTable:
+    """The parts that one rank reports on, in the order of its digests; sent once, known by its own digest afterwards."""
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of :meth:`to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """One line of JSON; equal tables have equal lines."""
+        return json.dumps([[p.name, list(p.start), list(p.shape)] for p in self.parts], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PartTable":
+        """Inverse of :meth:`to_json`."""
+        return cls(tuple(Part(name=n, start=tuple(a), shape=tuple(s)) for n, a, s in json.loads(text)))
 
 
-def decode_parts(rows: Sequence[Sequence[Any]]) -> dict[Part, int]:
-    """Inverse of :func:`encode_parts`."""
-    return {Part(name=n, start=tuple(a), shape=tuple(s)): int(d, 16) for n, a, s, d in rows}
+def encode_digests(digests: Sequence[int]) -> str:
+    """64-bit digests as base64 of little-endian words."""
+    return base64.b64encode(np.array(digests, dtype="<u8").tobytes()).decode()
+
+
+def decode_digests(text: str) -> np.ndarray:
+    """uint64 ``[n]``; inverse of :func:`encode_digests`."""
+    return np.frombuffer(base64.b64decode(text), dtype="<u8")
+
+
+class RankReceipts:
+    """The trainer's comparison with every rank's digests, prepared once for a set of tensors and the ranks' tables."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], tables: Sequence[PartTable]) -> None:
+        self.tables = tuple(tables)
+        covered = [name for name, tensor in tensors.items() if is_covered("fp8", name, dtype_name(tensor.dtype))]
+        self._records = [(n, dtype_name(tensors[n].dtype), tuple(tensors[n].shape), tensors[n].nbytes) for n in covered]
+        index = {Part(name=n, start=(0,) * len(shape), shape=shape): i for i, (n, _, shape, _) in enumerate(self._records)}
+        for part in dict.fromkeys(part for table in tables for part in table.parts):
+            if part.name in tensors:
+                index.setdefault(part, len(index))
+        self._parts = list(index)
+        unknown = [part for table in tables for part in table.parts if part not in index]
+        held = {part for table in tables for part in table.parts}
+        self._comparable = not unknown and not _uncovered(tensors, held)
+        self._positions = [np.array([index[p] for p in table.parts], dtype=np.int64) for table in tables] if self._comparable else []
+
+    def expected(self, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
+        """uint64: digests of the trainer's own bytes, for :meth:`check`."""
+        return np.array(tensor_digests([part.of(tensors[part.name]) for part in self._parts]), dtype=np.uint64)
+
+    def check(
+        self, tensors: Mapping[str, torch.Tensor], expected: np.ndarray, ranks: Sequence[np.ndarray], *, policy_version: int
+    ) -> Manifest:
+        """The trainer's manifest. Raises ByteMismatchError as :func:`check_ranks` does."""
+        same = (np.array_equal(expected[where], digests) for where, digests in zip(self._positions, ranks, strict=True))
+        if not self._comparable or not all(same):
+            named = [dict(zip(table.parts, map(int, digests), strict=True)) for table, digests in zip(self.tables, ranks, strict=True)]
+            return check_ranks(tensors, named, policy_version=policy_version)
+        records = {
+            name: TensorRecord(dtype, shape, num_bytes, digest)
+            for (name, dtype, shape, num_bytes), digest in zip(self._records, expected.tolist(), strict=False)
+        }
+        return Manifest(tensors=records, covered="fp8")
+
+
+def _uncovered(tensors: Mapping[str, torch.Tensor], held: Iterable[Part]) -> list[str]:
+    """What is wrong with tensors of which no rank, or not every element, is in the engine."""
+    covered: dict[str, int] = {}
+    for part in held:
+        covered[part.name] = covered.get(part.name, 0) + torch.Size(part.shape).numel()
+    return [
+        f"{name} ({covered.get(name, 0)} of {tensor.numel()} elements are in the engine)"
+        for name, tensor in tensors.items()
+        if covered.get(name, 0) != tensor.numel() and (name in covered or is_covered("fp8", name, dtype_name(tensor.dtype)))
+    ]
 
 
 def check_ranks(tensors: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[Part, int]], *, policy_version: int) -> Manifest:
@@ -56,14 +129,7 @@ def check_ranks(tensors: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[Par
         for part, digest in rank.items():
             if part.name in tensors and digest != expected.get(part, manifest.digests.get(part.name)):
                 problems.append(f"{part.name} (bytes differ{where})")
-    covered: dict[str, int] = {}
-    for part in held:
-        covered[part.name] = covered.get(part.name, 0) + torch.Size(part.shape).numel()
-    problems += [
-        f"{name} ({covered.get(name, 0)} of {tensor.numel()} elements are in the engine)"
-        for name, tensor in tensors.items()
-        if covered.get(name, 0) != tensor.numel() and (name in covered or is_covered("fp8", name, dtype_name(tensor.dtype)))
-    ]
+    problems += _uncovered(tensors, held)
     if problems:
         shown = ", ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ByteMismatchError(

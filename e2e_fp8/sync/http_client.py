@@ -3,6 +3,8 @@
 import http.client
 import json
 import re
+import select
+import threading
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +14,7 @@ _VLLM_WRAPPING = re.compile(r"^(?:Call to \w+ method failed: |Worker failed with
 
 
 class ServerClient:
-    """Calls to one server; every failure is an EngineError of one sentence that names the route and the server."""
+    """Calls to one server over one connection; every failure is an EngineError of one sentence that names route and server."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
         """``url`` like ``http://127.0.0.1:8000``; ``timeout_s`` bounds each call."""
@@ -24,26 +26,50 @@ class ServerClient:
         self._token = token
         self._secure, self._host = parts.scheme == "https", parts.hostname
         self._port = parts.port or (443 if self._secure else 80)
+        self._open: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+    def _connected(self, timeout_s: float) -> http.client.HTTPConnection:
+        """The connection of the last call, or a new one where the server has closed that."""
+        connection = self._open
+        if connection is not None and connection.sock is not None:
+            # Nothing may come unasked: a readable socket is one that the server closed while it was idle.
+            if not select.select([connection.sock], [], [], 0)[0]:
+                connection.sock.settimeout(timeout_s)
+                return connection
+            connection.close()
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=timeout_s)
+        self._open = kind(self._host, self._port, timeout=timeout_s)
+        return self._open
 
     def _request(self, method: str, route: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
-        connection = self._connection(timeout_s)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
-        try:
-            connection.request(method, route, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except TimeoutError as error:
-            raise EngineError(f"The rollout server {self.url} did not answer {route} within {timeout_s:g} s.") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(
-                f"The rollout server {self.url} cannot be reached for {route} ({type(error).__name__}: {error}); it died or never started."
-            ) from error
-        finally:
-            connection.close()
+        with self._lock:
+            try:
+                connection = self._connected(timeout_s)
+                connection.request(method, route, None if body is None else json.dumps(body), headers)
+                response = connection.getresponse()
+                return response.status, response.read()
+            except BaseException as error:
+                self._drop()
+                if isinstance(error, TimeoutError):
+                    raise EngineError(f"The rollout server {self.url} did not answer {route} within {timeout_s:g} s.") from error
+                if isinstance(error, OSError | http.client.HTTPException):
+                    raise EngineError(
+                        f"The rollout server {self.url} cannot be reached for {route} ({type(error).__name__}: {error}); it died or "
+                        "never started."
+                    ) from error
+                raise
+
+    def _drop(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def close(self) -> None:
+        """Close the connection; another call opens a new one."""
+        with self._lock:
+            self._drop()
 
     def is_healthy(self) -> bool:
         """Whether ``/health`` answers 200 now."""
@@ -56,16 +82,18 @@ class ServerClient:
         """JSON that a GET of ``route`` returns."""
         return self._checked(route, *self._request("GET", route, None, self.timeout_s))
 
-    def post(self, route: str, body: Any = None) -> Any:
-        """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer."""
-        return self._checked(route, *self._request("POST", route, {} if body is None else body, self.timeout_s))
+    def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer. ``timeout_s`` replaces the client's."""
+        return self._checked(route, *self._request("POST", route, {} if body is None else body, timeout_s or self.timeout_s))
 
-    def collective(self, method: str, *args: str) -> list[dict[str, Any]]:
+    def collective(self, method: str, *args: str, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``method`` of the worker extension returns at every rank.
 
+        ``pause`` (``wait`` or ``abort``): generation is paused first and counts as torn from then on, see ``TokenGuard``.
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
-        answer = self.post("/collective_rpc", {"method": method, "args": list(args)})
+        route = "/collective_rpc" if pause is None else f"/collective_rpc?pause={pause}"
+        answer = self.post(route, {"method": method, "args": list(args)}, timeout_s=timeout_s)
         results = answer["results"]
         for result in results:
             if "error" in result:

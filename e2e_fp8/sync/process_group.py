@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import BroadcastOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from e2e_fp8.errors import EngineError
 
 _ALIVE = "trainer"
+_CHECK_S = 0.2
+"""Between two looks at whether the other side still lives."""
 
 
 class BroadcastGroup:
@@ -66,21 +68,26 @@ class BroadcastGroup:
         local = "127.0.0.1" if host == "127.0.0.1" else _address_towards(host, port)
         return cls(store, rank, size, device=device, host=local, timeout_s=timeout_s)
 
-    def broadcast(self, buffer: torch.Tensor) -> Callable[[Callable[[], None]], None]:
-        """Start a broadcast of ``buffer`` (uint8) from rank 0; the result waits for it.
-
-        The waiter calls its argument now and then, so that a dead peer ends the wait. Raises EngineError on a timeout.
-        """
+    def broadcast(self, buffer: torch.Tensor) -> Any:
+        """Start a broadcast of ``buffer`` (uint8) from rank 0 behind earlier ones and the current stream's work; the result is
+        for :meth:`order` and :meth:`finish`."""
         options = BroadcastOptions()
         options.rootRank = 0
-        work = self._group.broadcast([buffer], options)
-        if self._device.type != "cuda":
-            return lambda _: work.wait()
-        return lambda check: self._poll(work, check)
+        return self._group.broadcast([buffer], options)
 
-    def _poll(self, work: Any, check: Callable[[], None]) -> None:
-        # Waiting on the stream instead would put the packing of the next bucket behind this broadcast.
-        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + 1.0
+    def order(self, work: Any) -> None:
+        """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
+        work.wait()
+
+    def finish(self, work: Any, check: Callable[[], None]) -> None:
+        """Wait until the broadcast is over. Calls ``check`` now and then, so that a dead peer ends the wait.
+
+        Raises EngineError on a timeout.
+        """
+        if self._device.type != "cuda":
+            work.wait()
+            return
+        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + _CHECK_S
         while not work.is_completed():
             now = time.monotonic()
             if now > deadline:
@@ -88,7 +95,7 @@ class BroadcastGroup:
                 raise EngineError(f"A weight broadcast did not finish within {self._timeout_s:g} s; the other side died or hangs.")
             if now > next_check:
                 check()
-                next_check = now + 1.0
+                next_check = now + _CHECK_S
             time.sleep(2e-5)
         work.wait()
 
@@ -106,6 +113,38 @@ class BroadcastGroup:
             self._group.abort()
         else:
             self._group = None
+
+
+class PairGroup(BroadcastGroup):
+    """Messages between any two ranks, and one agreement of all."""
+
+    def send(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start sending ``buffer`` (uint8) to ``rank``; call the result before the buffer is written again."""
+        return self._finisher(self._group.send([buffer], rank, 0), rank)
+
+    def receive(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start receiving the next message of ``rank`` into ``buffer`` (uint8); call the result before it is read."""
+        return self._finisher(self._group.recv([buffer], rank, 0), rank)
+
+    def smallest(self, values: list[int]) -> list[int]:
+        """Of each value (64-bit, signed) the smallest of all ranks. Raises EngineError when a rank is gone."""
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MIN  # pyright: ignore[reportAttributeAccessIssue]
+        self._finisher(self._group.allreduce([tensor], options), None)()
+        return tensor.tolist()
+
+    def _finisher(self, work: Any, rank: int | None) -> Callable[[], None]:
+        """A call that blocks until ``work`` is done and raises EngineError when it cannot be."""
+
+        def finish() -> None:
+            try:
+                self.finish(work, self.check_trainer)
+            except RuntimeError as error:
+                who = "A rank" if rank is None else f"Rank {rank}"
+                raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
+
+        return finish
 
 
 def _address_towards(host: str, port: int) -> str:

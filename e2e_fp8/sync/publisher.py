@@ -4,8 +4,12 @@ publisher = WeightPublisher("http://127.0.0.1:8000", token, transport="ipc", dev
 publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unless the engine holds these bytes
 """
 
+import json
+import secrets
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,22 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
-from e2e_fp8.sync.buckets import UpdateManifest, plan_update
-from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, NcclSender, Sender, WriteFolder
-from e2e_fp8.sync.engine_receipt import check_ranks, decode_parts
+from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
+from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep, plan_update
+from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
+from e2e_fp8.sync.direct import DirectSender
+from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.types import ExportedTensor
+
+_UNCUT_BYTES = 1 << 62
+_CLOSE_S = 10.0
+"""A server that hangs must not keep the trainer from ending."""
+
+
+class _UnpreparedError(EngineError):
+    """The server knows neither the announced tensors nor this trainer's channel; nothing was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +43,34 @@ class PublishReport:
     num_bytes: int
     """Bytes of all tensors sent."""
     seconds: float
-    """From the first request until the engine had everything, receipt not included."""
+    """From planning until the engine had everything, pause included, receipt not."""
     receipt_seconds: float
     receipt: Manifest | None
     """Digests that trainer and every engine rank agree on; None when the receipt was not asked for."""
+    phases: dict[str, float]
+    """Where the seconds went, in order; a phase ``a: b`` is part of ``a`` where that is a phase too."""
+
+
+class PhaseClock:
+    """Wall seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started = self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """Everything since the last mark was ``phase``."""
+        now = time.perf_counter()
+        self.add(phase, now - self._last)
+        self._last = now
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Seconds that were measured elsewhere."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def total(self) -> float:
+        """Seconds from the start to the last mark."""
+        return self._last - self._started
 
 
 class WeightPublisher:
@@ -40,6 +78,9 @@ class WeightPublisher:
 
     ``transport``: ``ipc`` (same host; ``device`` is where the tensors are), ``nccl`` (other GPUs or hosts; ``host`` is this
     machine's address, 127.0.0.1 within one), ``disk`` (``folder`` on a shared file system, ``write_folder`` writes a checkpoint).
+
+    ``ipc`` on a GPU lets the engine read the trainer's memory as it lies; with ``ipc_buckets=True`` tensors are copied through
+    buffers, as on a CPU, where ``ipc_buckets=False`` means one buffer for all.
     """
 
     def __init__(
@@ -50,7 +91,8 @@ class WeightPublisher:
         transport: str,
         device: torch.device,
         timeout_s: float = 600.0,
-        max_bucket_bytes: int = 256 << 20,
+        max_bucket_bytes: int = 512 << 20,
+        ipc_buckets: bool | None = None,
         host: str = "127.0.0.1",
         folder: Path | None = None,
         write_folder: WriteFolder | None = None,
@@ -63,13 +105,26 @@ class WeightPublisher:
         self.client = ServerClient(url, token, timeout_s=timeout_s)
         self.workers = self.client.collective("describe_worker")
         """What each engine rank says of itself; see ``WorkerExtension.describe_worker``."""
-        self._device, self._transport, self._max_bucket_bytes = device, transport, max_bucket_bytes
-        self._open = self._opener(transport, host, timeout_s, folder, write_folder)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device, self._transport = device, transport
+        direct = transport == "ipc" and (device.type == "cuda" if ipc_buckets is None else not ipc_buckets)
+        # Memory that is read where it lies needs no cutting.
+        self._packing: dict[str, Any] = {"max_bytes": _UNCUT_BYTES if direct else max_bucket_bytes}
+        if transport == "nccl":
+            self._packing["alone_bytes"] = max_bucket_bytes // ALONE_FRACTION
+        self._open = self._opener(transport, direct, host, timeout_s, folder, write_folder)
         self._sender: Sender | None = None
+        self._planned_last: tuple[tuple, UpdateManifest] | None = None
+        self._prepared, self._channel = "", ""
+        self._tables: dict[str, PartTable] = {}
+        self._receipts: RankReceipts | None = None
 
-    def _opener(self, transport: str, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None) -> Callable[[], Sender]:
+    def _opener(
+        self, transport: str, direct: bool, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None
+    ) -> Callable[[], Sender]:
         if transport == "ipc":
-            return lambda: IpcSender(self._device)
+            return lambda: DirectSender(self._device) if direct else IpcSender(self._device)
         if transport == "nccl":
             self._refuse_shared_gpu()
             return lambda: NcclSender(self._device, engine_ranks=len(self.workers), host=host, timeout_s=timeout_s)
@@ -99,50 +154,108 @@ class WeightPublisher:
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
         named = _named_once(tensors)
-        manifest = plan_update(list(named.items()), policy_version=policy_version, max_bytes=self._max_bucket_bytes)
-        started = time.perf_counter()
-        prepared = self.client.collective("prepare_update", manifest.to_json())
-        if not all(rank["has_channel"] for rank in prepared):
-            self._forget_channel()  # the server was started again since the last update
+        clock = PhaseClock()
+        manifest = self._planned(named, policy_version)
+        clock.mark("plan")
         try:
-            self._deliver(manifest, named, in_flight)
-            delivered = time.perf_counter()
-            proof = self._receipt(named, policy_version) if receipt else None
+            try:
+                self._deliver(manifest, named, in_flight, clock)
+            except _UnpreparedError:
+                # The server was started again, or another trainer published to it, since the last update.
+                self._forget()
+                with suppress(EngineError):
+                    self.client.post("/resume")
+                self._deliver(manifest, named, in_flight, clock)
+            delivered = clock.total()
+            proof = self._receipt(named, policy_version, clock) if receipt else None
         except BaseException:
-            self._forget_channel()
+            self._forget()
             raise
+        compared = clock.total()
         self.client.post("/resume")
+        clock.mark("resume")
         return PublishReport(
             policy_version=policy_version,
             num_bytes=manifest.num_bytes,
-            seconds=delivered - started,
-            receipt_seconds=time.perf_counter() - delivered,
+            seconds=delivered,
+            receipt_seconds=compared - delivered,
             receipt=proof,
+            phases=clock.seconds,
         )
 
-    def _deliver(self, manifest: UpdateManifest, tensors: dict[str, torch.Tensor], in_flight: str) -> None:
-        sender = self._sender = self._sender or self._open()
-        sender.open(manifest.capacity, lambda info: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
-        sender.stage(manifest, tensors)
-        self.client.post(f"/pause?mode={in_flight}&clear_cache=true")
-        self.client.post("/start_weight_update")
+    def _planned(self, tensors: dict[str, torch.Tensor], policy_version: int) -> UpdateManifest:
+        """The update's manifest; made anew only when names, dtypes or shapes are others than the last time."""
+        signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        if self._planned_last is None or self._planned_last[0] != signature:
+            manifest = plan_update(list(tensors.items()), policy_version=policy_version, **self._packing)
+            self._planned_last, self._receipts = (signature, manifest), None
+        return self._planned_last[1].at_version(policy_version)
 
-        def announce(update: dict[str, Any]) -> None:
-            self.client.post("/update_weights", {"update_info": {"manifest": manifest.digest, "update": update}})
+    def _deliver(self, manifest: UpdateManifest, tensors: dict[str, torch.Tensor], in_flight: str, clock: PhaseClock) -> None:
+        if self._prepared != manifest.layout_digest:
+            prepared = self.client.collective("prepare_update", manifest.to_json())
+            if not all(rank["has_channel"] for rank in prepared):
+                self._forget()
+            self._prepared = manifest.layout_digest
+        clock.mark("prepare")
+        sender = self._sender = self._sender or self._open()
+        sender.open(manifest, tensors, self._init_channel)
+        clock.mark("open")
+        sender.stage(manifest, tensors)
+        clock.mark("stage")
+
+        def announce(update: dict[str, Any], *, first: bool, last: bool) -> None:
+            step = UpdateStep(
+                layout=manifest.layout_digest,
+                policy_version=manifest.policy_version,
+                channel=self._channel,
+                begin=first,
+                update=update,
+                finish=last,
+            )
+            ranks = self.client.collective("weight_update", step.to_json(), pause=in_flight if first else None)
+            if any(rank.get("unprepared") for rank in ranks):
+                raise _UnpreparedError("The rollout server does not know this update; publish again.")
+            clock.add("send: engine copies", max(rank["seconds"] for rank in ranks))
 
         sender.send(manifest, tensors, announce)
-        self.client.post("/finish_weight_update")
+        clock.mark("send")
 
-    def _receipt(self, tensors: dict[str, torch.Tensor], policy_version: int) -> Manifest:
-        ranks = [decode_parts(answer["parts"]) for answer in self.client.collective("receipt")]
+    def _init_channel(self, init_info: dict[str, Any]) -> None:
+        self._channel = secrets.token_hex(8)
+        self.client.post("/init_weight_transfer_engine", {"init_info": {**init_info, "id": self._channel}})
+
+    def _receipt(self, tensors: dict[str, torch.Tensor], policy_version: int, clock: PhaseClock) -> Manifest:
+        known = json.dumps(sorted(self._tables))
+        with ThreadPoolExecutor(1) as caller:
+            asked = caller.submit(self.client.collective, "receipt", known)
+            # Both sides read their memory at once; what the ranks report on rarely changes.
+            expected = None if self._receipts is None else self._receipts.expected(tensors)
+            clock.mark("receipt: trainer")
+            answers = asked.result()
+        clock.mark("receipt: wait for the engine")
+        for answer in answers:
+            if "parts" in answer:
+                table = PartTable.from_json(answer["parts"])
+                self._tables[table.digest] = table
+        tables = tuple(self._tables[answer["table"]] for answer in answers)
+        if self._receipts is None or self._receipts.tables != tables:
+            self._receipts = RankReceipts(tensors, tables)
+            expected = None
+        if expected is None:
+            expected = self._receipts.expected(tensors)
+        ranks = [decode_digests(answer["digests"]) for answer in answers]
         try:
-            return check_ranks(tensors, ranks, policy_version=policy_version)
+            proof = self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
         except ByteMismatchError:
             self.client.collective("refuse_generation", f"the receipt of policy version {policy_version} failed")
             raise
+        clock.mark("receipt: compare")
+        return proof
 
-    def _forget_channel(self) -> None:
-        """The other end may be gone or in an unknown state; the next update opens a new channel."""
+    def _forget(self) -> None:
+        """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""
+        self._prepared = ""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -158,8 +271,13 @@ class WeightPublisher:
         return versions.pop()
 
     def close(self) -> None:
-        """Release buffers and process groups; the server keeps serving."""
-        self._forget_channel()
+        """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
+        if self._sender is not None:
+            # Memory that the engine has open is not free for the trainer.
+            with suppress(EngineError):
+                self.client.collective("close_channel", self._channel, timeout_s=_CLOSE_S)
+        self._forget()
+        self.client.close()
 
 
 def _named_once(tensors: Iterable[ExportedTensor]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,10 @@ from e2e_fp8.errors import EngineError
 
 _SHM = Path("/dev/shm")
 _PREFIX = "e2e_fp8_"
+_REMEDY = (
+    "Allocate weights with cudaMalloc, that is without expandable_segments in PYTORCH_CUDA_ALLOC_CONF; where they lie in a memory pool "
+    "of their own, sync.ipc_buckets=true (ipc_buckets=True of WeightPublisher) copies them through buffers that do not."
+)
 
 
 class SharedBuffers:
@@ -39,9 +43,8 @@ class SharedBuffers:
         if self._paths:
             return {"kind": "shm", "paths": [str(path) for path in self._paths], "capacity": self.tensors[0].numel()}
         index = self.tensors[0].device.index
-        handles = [[_encode(value) for value in tensor.untyped_storage()._share_cuda_()] for tensor in self.tensors]
-        offsets = [tensor.storage_offset() for tensor in self.tensors]
-        return {"kind": "cuda", "uuid": device_uuid(index), "handles": handles, "offsets": offsets, "capacity": self.tensors[0].numel()}
+        handles = [export_storage(tensor.untyped_storage()) for tensor in self.tensors]
+        return {"kind": "cuda", "uuid": device_uuid(index), "handles": handles, "capacity": self.tensors[0].numel()}
 
     @classmethod
     def open(cls, description: dict[str, Any]) -> "SharedBuffers":
@@ -56,13 +59,11 @@ class SharedBuffers:
                     f"The trainer's shared memory cannot be opened ({error}): ipc needs both processes on one host."
                 ) from error
             return cls([torch.frombuffer(m, dtype=torch.uint8) for m in maps], [], maps)
-        index = _device_of(str(description["uuid"]))
-        tensors = []
-        for handle, offset in zip(description["handles"], description["offsets"], strict=True):
-            storage = torch.UntypedStorage._new_shared_cuda(index, *[_decode(value) for value in handle[1:]])
-            whole = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
-            tensors.append(whole.set_(storage, int(offset), (capacity,), (1,)))  # pyright: ignore[reportArgumentType]
-        return cls(tensors, [], [])
+        index = device_of(str(description["uuid"]))
+        storages = [open_storage(index, handle) for handle in description["handles"]]
+        if min((storage.nbytes() for storage in storages), default=0) < capacity:
+            raise EngineError(f"The trainer shared less memory than the {capacity} bytes it announced; refused.")
+        return cls([bytes_of(storage)[:capacity] for storage in storages], [], [])
 
     def unlink(self) -> None:
         """Remove the names once every receiver has the buffers open, so that nothing stays behind when a process is killed."""
@@ -94,12 +95,51 @@ def _checked_path(text: str) -> Path:
     return path
 
 
+def export_storage(storage: torch.UntypedStorage) -> list[Any]:
+    """JSON values from which :func:`open_storage` makes the same CUDA memory in another process.
+
+    Raises EngineError when it cannot leave the process, as memory of CUDA's virtual memory management.
+    """
+    try:
+        return [_encode(value) for value in storage._share_cuda_()]
+    except RuntimeError as error:
+        raise EngineError(f"The trainer's memory cannot be shared with another process ({_first_line(error)}). {_REMEDY}") from error
+
+
+def open_storage(index: int, handle: Any) -> torch.UntypedStorage:
+    """CUDA memory of another process of this host, seen as memory of device ``index``.
+
+    Raises EngineError for what is no handle of :func:`export_storage`, or one that this process cannot open.
+    """
+    kinds = (int, bytes, int, int, bytes, int, bytes, int)
+    values = [_decode(value) for value in handle] if isinstance(handle, list) else []
+    if len(values) != len(kinds) or not all(isinstance(v, kind) for v, kind in zip(values, kinds, strict=True)) or min(values[2:4]) < 0:
+        raise EngineError("The trainer sent a malformed handle of shared GPU memory; refused.")
+    try:
+        return torch.UntypedStorage._new_shared_cuda(index, *values[1:])
+    except RuntimeError as error:
+        raise EngineError(f"The trainer's GPU memory cannot be opened ({_first_line(error)}). {_REMEDY}") from error
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as uint8 ``[nbytes]``."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))  # pyright: ignore[reportArgumentType]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
 def _encode(value: Any) -> Any:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
 def _decode(value: Any) -> Any:
-    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value
+    try:
+        return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def device_uuid(index: int) -> str:
@@ -107,7 +147,8 @@ def device_uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _device_of(uuid: str) -> int:
+def device_of(uuid: str) -> int:
+    """Index of the CUDA device with this UUID in this process. Raises EngineError when it is not visible."""
     for index in range(torch.cuda.device_count()):
         if device_uuid(index) == uuid:
             return index

@@ -61,7 +61,6 @@ class MegatronEngine:
         self.plan = QuantizationPlan.from_config(cfg)
         check_supported(cfg)
         self.grid = RankGrid.of(cfg.training.parallel, world_size())
-        self._check_alignment()
         self.ground = select_ground(cfg)
         self.policy_version = 0
         with self.ground.scope():
@@ -75,15 +74,6 @@ class MegatronEngine:
             self._masters = optimizer_state.master_shards(self._optimizer, self._parameters)
         source = cfg.model.hf_path
         self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
-
-    def _check_alignment(self) -> None:
-        problems = self.plan.misaligned(self.cfg.model, self.grid) if self.plan.training_fp8 else []
-        if problems:
-            raise ConfigError(
-                "FP8 training needs dimensions that are multiples of 128 on every rank, but these modules have others: "
-                f"{', '.join(problems[:3])} ({len(problems)} in all). Change the model section or training.parallel, or use "
-                "training_precision=bf16."
-            )
 
     def layout_of(self, rank: int) -> list[ShardedParameter]:
         """What any rank of this job holds of each Hugging Face tensor."""

@@ -1,5 +1,6 @@
 """Trainers of two ranks on two GPUs (NCCL, Transformer Engine): bytes against the slow reference, and the step of one rank."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+from rank_cases import SCRIPT, Case, free_port, rank_environment
 from test_ranks import CASES, check_bytes, check_step, run_torchrun, write_case
+from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, check_transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,3 +27,16 @@ def test_two_gpus(name, tmp_path):
         run_torchrun(job, out)
     check_bytes(case, tmp_path / "many")
     check_step(case, tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs: two trainer and two engine ranks")
+@pytest.mark.parametrize("grid", ["tp2", "ep2", "pp2"])
+def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, tmp_path):
+    more = {"engines": 2, "max_bytes": MAX_BYTES}
+    case = Case(**GRIDS[grid], model=WIDE, steps=1, rollout_tp=2, backend="cuda", more=more)
+    write_case(case, tmp_path / "out")
+    line = f"{case.world} {free_port()} {tmp_path / 'out'}\n"
+    done = subprocess.run([sys.executable, SCRIPT], input=line, capture_output=True, text=True, timeout=500, env=rank_environment())
+    failed = [f.read_text() for pattern in ("failed-*", "refused-*") for f in (tmp_path / "out").glob(pattern)]
+    assert done.stdout.strip() == "[0, 0, 0, 0]", "\n".join(failed) or done.stderr[-3000:]
+    check_transfer(case, tmp_path / "out")

@@ -10,14 +10,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
 from integration.test_server_users import teach_and_serve
 
-from e2e_fp8.errors import ConfigError
+from e2e_fp8.errors import ConfigError, EngineError
 from e2e_fp8.rollout.agreement import check_agreement
+from e2e_fp8.sync.direct import DirectSender
+from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 
 def on_gpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cuda() for name, tensor in weights.items()}
+
+
+def show(transport: str, report: PublishReport) -> None:
+    phases = ", ".join(f"{phase} {seconds * 1e3:.2f}" for phase, seconds in report.phases.items())
+    print(f"{transport} {report.num_bytes} bytes: sync {report.seconds:.4f} s, receipt {report.receipt_seconds:.4f} s; in ms: {phases}")
+
+
+def routes_of(publisher: WeightPublisher) -> list[str]:
+    """The routes that the publisher posts to from now on, as they are posted to."""
+    routes: list[str] = []
+    post = publisher.client.post
+
+    def counted(route, body=None, **options):
+        routes.append(route)
+        return post(route, body, **options)
+
+    publisher.client.post = counted  # type: ignore[method-assign]
+    return routes
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3"])
@@ -28,7 +48,7 @@ def served(request, tmp_path_factory):
     served.process.close()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "ipc with buckets", "disk"])
 def test_delivered_bytes_are_live_and_generation_follows(served, transport):
     publisher, answers = served.publisher(transport), []
     check_agreement(served.cfg, publisher.workers)
@@ -39,7 +59,7 @@ def test_delivered_bytes_are_live_and_generation_follows(served, transport):
         assert report.receipt is not None
         assert_live(served, weights[seed])
         answers.append(generate(served.client))
-        print(f"{transport} {report.num_bytes} bytes: sync {report.seconds:.4f} s, receipt {report.receipt_seconds:.4f} s")
+        show(transport, report)
     assert answers[0] == answers[2] != answers[1]
     publisher.close()
 
@@ -52,6 +72,64 @@ def test_twenty_updates_in_a_row(served):
         generate(served.client)
     assert_live(served, weights)
     publisher.close()
+
+
+def test_trainers_memory_is_read_as_it_is_now_without_another_export(served):
+    """One allocation, weights changed in place: after the first update no channel is opened again."""
+    weights = on_gpu(random_weights(served.cfg, 40))
+    publisher = served.publisher("ipc")
+    publisher.publish(exported(weights), policy_version=40)
+    routes = routes_of(publisher)
+    for version in range(41, 45):
+        for name, tensor in random_weights(served.cfg, version).items():
+            weights[name].copy_(tensor)
+        routes.clear()
+        show("ipc in place", publisher.publish(exported(weights), policy_version=version))
+        assert routes == ["/collective_rpc?pause=wait", "/collective_rpc", "/resume"]
+        assert_live(served, random_weights(served.cfg, version))
+    publisher.close()
+
+
+def test_views_with_gaps_and_tensors_that_move_are_staged(served):
+    """Scales padded as Transformer Engine pads them, in one storage; weights at a new address in each update."""
+    publisher, alive = served.publisher("ipc"), []
+    routes = routes_of(publisher)
+    for version in range(50, 54):
+        plain = random_weights(served.cfg, version)
+        weights = {}
+        for name, tensor in on_gpu(plain).items():
+            if name.endswith("_scale_inv"):
+                padded = torch.full((tensor.shape[0], tensor.shape[1] + 3), 7.0, device="cuda")
+                padded[:, : tensor.shape[1]] = tensor
+                tensor = padded[:, : tensor.shape[1]]
+            weights[name] = tensor
+        alive.append(weights)
+        routes.clear()
+        publisher.publish(exported(weights), policy_version=version)
+        assert_live(served, plain)
+    assert "/init_weight_transfer_engine" not in routes
+    publisher.close()
+
+
+def test_a_place_outside_the_exported_memory_is_refused_by_the_worker(served, monkeypatch):
+    """Nothing is read and nothing written, the old version serves on, and the next update passes."""
+    export = DirectSender._export
+
+    def shifted(self, manifest, tensors):
+        parameters = export(self, manifest, tensors)
+        storage, start = parameters["places"][-1]
+        parameters["places"][-1] = (storage, start + (1 << 40))
+        return parameters
+
+    weights = random_weights(served.cfg, 60)
+    before = served.versions()
+    monkeypatch.setattr(DirectSender, "_export", shifted)
+    with pytest.raises(EngineError, match=r"lies at bytes \d+ to \d+ of \d+ that the trainer shared"):
+        served.publish("ipc", on_gpu(weights), 60)
+    assert served.versions() == before
+    monkeypatch.undo()
+    served.publish("ipc", on_gpu(weights), 60)
+    assert_live(served, weights)
 
 
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
@@ -74,7 +152,7 @@ def test_nccl_between_two_gpus(tmp_path, architecture):
             weights = random_weights(cfg, 20 + version)
             report = publisher.publish(exported(on_gpu(weights)), policy_version=version)
             assert_live(served, weights)
-            print(f"nccl {report.num_bytes} bytes: sync {report.seconds:.4f} s, receipt {report.receipt_seconds:.4f} s")
+            show("nccl", report)
             generate(served.client)
         publisher.close()
     finally:

@@ -1,7 +1,7 @@
 """A trainer that publishes once, and stops in the middle for as long as a file exists.
 
 Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE``. It creates HOLD_FILE
-when it is half way: with two buckets packed, or with the checkpoint of the disk transport half written.
+when it is half way: with two buckets packed or broadcast, or with the checkpoint of the disk transport half written.
 """
 
 import sys
@@ -15,26 +15,35 @@ from integration.server_cases import case_config, exported, random_weights
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer
-from e2e_fp8.sync import channels
+from e2e_fp8.sync import buckets
+from e2e_fp8.sync.process_group import BroadcastGroup
 from e2e_fp8.sync.publisher import WeightPublisher
 
 
 def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str) -> int:
-    packed, pack = 0, channels.pack
+    done, pack, broadcast = 0, buckets.pack, BroadcastGroup.broadcast
 
     def wait_here() -> None:
         Path(hold).touch()
         while Path(hold).exists():
             time.sleep(0.02)
 
-    def slow_pack(*args) -> None:
-        nonlocal packed
-        if packed == 2:
+    def count() -> None:
+        nonlocal done
+        if done == 2:
             wait_here()
-        packed += 1
+        done += 1
+
+    def slow_pack(*args) -> None:
+        count()
         pack(*args)
 
-    channels.pack = slow_pack
+    def slow_broadcast(*args):
+        count()
+        return broadcast(*args)
+
+    buckets.pack = slow_pack
+    BroadcastGroup.broadcast = slow_broadcast
     write = checkpoint_writer(Path(model))
 
     def slow_write(folder, tensors, policy_version) -> None:

@@ -3,13 +3,20 @@
     torchrun --nproc-per-node N rank_process.py OUT     one job, its case in OUT/case.json
     rank_process.py                                     one job for each line ``N PORT OUT`` on standard input
 
-The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs.
+The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
+for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
+tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
+in messages of ``max_bytes``; ``victim``, the rank that is killed after two of them.
 """
 
 import json
+import math
 import os
+import signal
 import sys
+import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -17,14 +24,25 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import UserError
+from e2e_fp8.export.chunks import by_chunk
+from e2e_fp8.layout import engine_shards
+from e2e_fp8.layout.engine import scale_name
+from e2e_fp8.layout.plan import Plan
 from e2e_fp8.megatron_names import neutral_name
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.weight_sync import exported_tensors
+from e2e_fp8.sync.point_to_point import receive, send, transfer_plan
+from e2e_fp8.sync.process_group import PairGroup
+from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
-from e2e_fp8.types import PackedBatch, TokenStats
+from e2e_fp8.types import ExportedTensor, PackedBatch, TokenStats
 
 
 def batches_of(case: dict, vocab: int) -> list[PackedBatch]:
@@ -78,10 +96,14 @@ def main(case: dict, out: Path) -> None:
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
     gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)}
-    if rank == 0:
-        save_file(gathered, out / "gathered.safetensors")
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]
     (out / f"reports-{rank}.json").write_text(json.dumps(record))
+    if rank == 0:
+        save_file(gathered, out / "gathered.safetensors")
+        for server in case.get("publish", ()):
+            publish(gathered, **server)
+    if case.get("engines"):
+        send_to_engines(engine, cfg, case, out)
     if case["steps"]:
         check_poisoned_step(engine, mine, denominator)
     dist.barrier()
@@ -95,10 +117,109 @@ def check_poisoned_step(engine: MegatronEngine, mine: list[PackedBatch], denomin
     assert engine.policy_version > 0
 
 
+def publish(tensors: dict[str, torch.Tensor], url: str, token_file: str, policy_version: int) -> None:
+    """Deliver whole tensors into a server; raises unless every rank of it holds their bytes afterwards."""
+    publisher = WeightPublisher(url, Path(token_file).read_text(), transport="ipc", device=torch.device("cpu"), max_bucket_bytes=256 << 10)
+    report = publisher.publish((ExportedTensor(name=n, tensor=t) for n, t in tensors.items()), policy_version=policy_version)
+    assert report.receipt is not None
+    publisher.close()
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest storage that an operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.largest = max([self.largest, *(storage.nbytes() for storage in made if storage.data_ptr() not in given)])
+        return result
+
+
+class DyingGroup(PairGroup):
+    """Kills its process after two messages."""
+
+    messages = 0
+
+    def _finisher(self, work, rank):
+        if rank is not None:
+            self.messages += 1
+            if self.messages > 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super()._finisher(work, rank)
+
+
+def device_of(case: dict) -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if case["config"]["run"]["backend"] == "cuda" else torch.device("cpu")
+
+
+def pair_group(rank: int, case: dict, world: int, out: Path) -> PairGroup:
+    """The group of all trainer and engine ranks; rank 0 says in a file where it listens."""
+    size, kind = world + case["engines"], DyingGroup if rank == case.get("victim") else PairGroup
+    device, note = device_of(case), out / "port"
+    if rank == 0:
+        port, join = kind.listen("127.0.0.1", size, device=device, timeout_s=60)
+        note.with_suffix(".new").write_text(str(port))
+        note.with_suffix(".new").rename(note)
+        return join()
+    deadline = time.monotonic() + 240
+    while not note.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return kind.join("127.0.0.1", int(note.read_text()), rank, size, device=device, timeout_s=60)
+
+
+def send_to_engines(engine: MegatronEngine, cfg: Config, case: dict, out: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plan = transfer_plan(cfg, world, engine.ground.spec)
+    group = pair_group(rank, case, world, out)
+    tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(rank))
+    options = {"device": device_of(case), "policy_version": engine.policy_version, "max_bytes": case["max_bytes"]}
+    with LargestAllocation() as seen:
+        report = send(plan, rank, tensors, scales, group, **options)
+    (out / f"transfer-{rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
+
+
+def engine_parameters(cfg: Config, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """Parameters as vLLM's rank has them, every byte set: NaN in E4M3, BF16 and FP32."""
+    found = {}
+    fp8 = QuantizationPlan.from_config(cfg).is_fp8
+    for shard in engine_shards(to_hf_config(cfg.model, None), plan.rollout, rank, fp8=fp8):
+        forms = [(shard.name, shard.shape, getattr(torch, shard.dtype))]
+        forms += [(scale_name(shard.name), shard.scale_shape, torch.float32)] if shard.fp8 else []
+        for name, shape, dtype in forms:
+            found[name] = torch.full((math.prod(shape) * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype).view(shape)
+    return found
+
+
+def run_engine(case: dict, rank: int, world: int, out: Path) -> None:
+    """One engine rank: plain tensors of vLLM's shapes, filled by the trainer's ranks."""
+    cfg = Config.model_validate(case["config"])
+    device = device_of(case)
+    plan = transfer_plan(cfg, world, "te" if device.type == "cuda" else "local")
+    parameters = {name: tensor.to(device) for name, tensor in engine_parameters(cfg, plan, rank).items()}
+    group = pair_group(world + rank, case, world, out)
+    with LargestAllocation() as seen:
+        options = {
+            "device": torch.device("cpu"),
+            "policy_version": case.get("engine_version", case["steps"]),
+            "max_bytes": case["max_bytes"],
+        }
+        report = receive(plan, rank, parameters, group, **options)
+    save_file({name: tensor.cpu() for name, tensor in parameters.items()}, out / f"engine-{rank}.safetensors")
+    (out / f"transfer-{world + rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
+
+
 def run_rank(out: Path) -> int:
     """Exit status of one rank: 2 and one sentence for what a user can act on."""
+    case, rank, world = json.loads((out / "case.json").read_text()), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        main(json.loads((out / "case.json").read_text()), out)
+        if rank < world:
+            main(case, out)
+        else:
+            run_engine(case, rank - world, world, out)
     except UserError as error:
         (out / f"refused-{os.environ['RANK']}").write_text(str(error))
         return 2
@@ -111,7 +232,8 @@ def run_rank(out: Path) -> int:
 def fork_ranks(world: int, port: str, out: Path) -> list[int]:
     """Exit statuses of all ranks of one job."""
     children = []
-    for rank in range(world):
+    engines = json.loads((out / "case.json").read_text()).get("engines", 0)
+    for rank in range(world + engines):
         child = os.fork()
         if child == 0:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

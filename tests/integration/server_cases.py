@@ -97,10 +97,12 @@ class Served:
         self.client = ServerClient(self.process.url, self.process.token, timeout_s=60)
 
     def publisher(self, transport: str) -> WeightPublisher:
+        """``transport`` may end in ``without buckets`` or ``with buckets``, for ipc."""
         return WeightPublisher(
             self.process.url,
             self.process.token,
-            transport=transport,
+            transport=transport.partition(" ")[0],
+            ipc_buckets={"without": False, "with": True}.get(transport.partition(" ")[2].partition(" ")[0]),
             device=torch.device("cuda:0" if self.cfg.run.backend == "cuda" else "cpu"),
             max_bucket_bytes=256 << 10,
             folder=self.root / "sync",

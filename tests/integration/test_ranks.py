@@ -4,20 +4,17 @@ Bytes are compared with an independent slow reference that gathers everything an
 weights and batches says what the update should have been.
 """
 
-import itertools
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from references import blockwise_reference, sharding_reference
+from rank_cases import SCRIPT, Case, bits, free_port, held, masters, model_of, quantized, rank_environment, write_case
+from references import sharding_reference
 from safetensors.torch import load_file
 from tolerances import RANKS_GRAD_NORM, RANKS_LOG_PROBS, RANKS_LOSS, RANKS_UPDATE
 
@@ -25,49 +22,6 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.sync.receipt import manifest_of
 from e2e_fp8.training.weights import initial_hf_weights
 from e2e_fp8.types import ExportedTensor
-
-SCRIPT = Path(__file__).with_name("rank_process.py")
-MODEL = {
-    "architecture": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_experts": 4,
-    "initializer_range": 0.05,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One launch."""
-
-    world: int
-    parallel: dict = field(default_factory=dict)
-    model: dict = field(default_factory=dict)
-    precision: str = "fp8"
-    steps: int = 2
-    backend: str = "cpu"
-
-    @property
-    def config(self) -> dict:
-        """With an epsilon of 1, Adam's update is proportional to the gradient, so that a wrong factor shows and a flipped sign of
-        a tiny gradient does not."""
-        return {
-            "model": {**MODEL, **self.model},
-            "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
-            "run": {"backend": self.backend},
-            "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0},
-        }
-
-    def alone(self) -> "Case":
-        """The same on one rank."""
-        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend)
-
 
 DENSE = {"architecture": "qwen3"}
 CASES = {
@@ -84,86 +38,12 @@ CASES = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def write_case(case: Case, out: Path) -> None:
-    out.mkdir(parents=True)
-    text = {"config": case.config, "seed": 7, "microbatches": [[9, 30, 5], [17, 12]], "learning_rate": 0.1, "steps": case.steps}
-    (out / "case.json").write_text(json.dumps(text))
-
-
 def run_torchrun(case: Case, out: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     done = subprocess.run([*torchrun, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300, env=rank_environment())
     messages = [f.read_text() for pattern in ("failed-*", "refused-*") for f in out.glob(pattern)]
     assert done.returncode == 0, "\n".join(messages) or done.stderr[-3000:]
-
-
-def rank_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
-
-
-@pytest.fixture(scope="session")
-def run_job(tmp_path_factory):
-    """``run_job(case)``: exit statuses of the ranks, and their folder."""
-    root, count = tmp_path_factory.mktemp("ranks"), itertools.count()
-    with (root / "log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=rank_environment()
-        )
-
-        def run(case: Case) -> tuple[list[int], Path]:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            out = root / str(next(count))
-            write_case(case, out)
-            server.stdin.write(f"{case.world} {free_port()} {out}\n")
-            server.stdin.flush()
-            answer = server.stdout.readline()
-            assert answer, (root / "log").read_text()[-3000:]
-            return json.loads(answer), out
-
-        yield run
-        server.stdin.close()
-        server.wait(timeout=30)
-
-
-@pytest.fixture(scope="session")
-def results(run_job):
-    """``results(case)``: the folder of that job, run once."""
-    done: dict[str, Path] = {}
-
-    def get(case: Case) -> Path:
-        key = json.dumps([case.world, case.config, case.steps])
-        if key not in done:
-            statuses, done[key] = run_job(case)
-            messages = [f.read_text() for pattern in ("failed-*", "refused-*") for f in done[key].glob(pattern)]
-            assert statuses == [0] * case.world, "\n".join(messages)
-        return done[key]
-
-    return get
-
-
-def held(folder: Path, world: int, when: str) -> list[dict[str, torch.Tensor]]:
-    return [load_file(folder / f"{when}-{rank}.safetensors") for rank in range(world)]
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(kind).numpy()
-
-
-def masters(found: list[dict[str, torch.Tensor]]) -> list[dict[str, np.ndarray]]:
-    return [{n.removeprefix("master/"): bits(t) for n, t in rank.items() if n.startswith("master/")} for rank in found]
-
-
-def model_of(case: Case) -> dict:
-    return case.config["model"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -202,21 +82,6 @@ def check_bytes(case: Case, folder: Path) -> None:
             assert (parameter + "_scale_inv" in rank) == (rows[0][0] in codes)
             if rows[0][0] in codes:
                 assert np.array_equal(bits(rank[parameter + "_scale_inv"]), sharding_reference.cut_scales(scales, rows)), parameter
-
-
-def quantized(whole: dict[str, np.ndarray], case: Case):
-    """(codes, scale bits, BF16 bits) of whole FP32 masters given as bits."""
-    codes, scales, high = {}, {}, {}
-    for name, master in whole.items():
-        rounded = torch.from_numpy(master).view(torch.float32).bfloat16()
-        if case.precision == "fp8" and name.endswith("_proj.weight"):
-            found = blockwise_reference.quantize(
-                rounded.float().numpy(), "e4m3", "128x128", False, 0.0, float(torch.finfo(torch.bfloat16).max)
-            )
-            codes[name], scales[name] = found[0], found[1].view(np.int32)
-        else:
-            high[name] = bits(rounded)
-    return codes, scales, high
 
 
 TRAINED = [name for name, case in CASES.items() if case.steps]
@@ -307,7 +172,7 @@ REFUSALS = {
     "world": (Case(world=2, parallel={"pipeline": 2, "tensor": 2}), ["2 ranks", "tensor x pipeline = 4", "training.parallel.tensor 2"]),
     "tiles": (
         Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}),
-        ["multiples of 128", "experts.0.gate_proj [64, 256]", "share of [128, 256]"],
+        ["w13_weight: mlp.experts.0.gate_proj.weight at rows 64", "training.parallel.expert_tensor=1 rollout.tensor_parallel=1"],
     ),
     "interleaved": (
         Case(world=2, parallel={"pipeline": 2, "virtual_pipeline": 2}, model={"num_hidden_layers": 4}),

@@ -14,13 +14,15 @@ from integration.server_cases import Served, assert_live, case_config, exported,
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.channels import policy_folder
+from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publisher import WeightPublisher
 
 CFG = case_config()
 FIRST, SECOND = random_weights(CFG, 11), random_weights(CFG, 12)
 TRANSPORTS = ("ipc", "nccl", "disk")
-pytestmark = pytest.mark.timeout(900)
+SYNC_PHASES = ("plan", "prepare", "open", "stage", "send")
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_workers_agree_with_the_plan_and_disagreements_are_named(served):
     publisher.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "ipc without buckets"])
 def test_delivered_bytes_are_live_and_generation_follows(served, transport):
     publisher, answers = served.publisher(transport), []
     for version, weights in ((1, FIRST), (2, SECOND), (3, FIRST)):
@@ -58,8 +60,54 @@ def test_delivered_bytes_are_live_and_generation_follows(served, transport):
         assert served.versions() == [version]
         assert_live(served, weights)
         answers.append(generate(served.client))
+        assert sum(s for phase, s in report.phases.items() if phase in SYNC_PHASES) == pytest.approx(report.seconds)
     assert answers[0] == answers[2] != answers[1]
     publisher.close()
+
+
+def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
+    """Nothing of the layout is sent again, and a server that another trainer has published to meanwhile is prepared again."""
+    first, second = served.publisher("ipc without buckets"), served.publisher("nccl")
+    calls: list[str] = []
+    post = first.client.post
+
+    def counted(route, body=None, **options):
+        calls.append(f"{route} {(body or {}).get('method', '')}")
+        return post(route, body, **options)
+
+    first.client.post = counted
+    for version, weights in ((70, FIRST), (71, SECOND), (72, FIRST)):
+        calls.clear()
+        first.publish(exported(weights), policy_version=version)
+        assert_live(served, weights)
+    steady = ["/collective_rpc?pause=wait weight_update", "/collective_rpc receipt", "/resume "]
+    assert calls == steady
+    second.publish(exported(SECOND), policy_version=73)
+    calls.clear()
+    first.publish(exported(FIRST), policy_version=74)
+    assert calls[0] == steady[0]
+    assert "/collective_rpc prepare_update" in calls
+    assert served.versions() == [74]
+    assert_live(served, FIRST)
+    for publisher in (first, second):
+        publisher.close()
+
+
+def test_a_place_outside_the_shared_memory_leaves_the_old_version_serving(served, monkeypatch):
+    served.publish("ipc without buckets", FIRST, 15)
+    before, export = generate(served.client), DirectSender._export
+
+    def shifted(self, manifest, tensors):
+        parameters = export(self, manifest, tensors)
+        storage, start = parameters["places"][-1]
+        return parameters | {"places": [*parameters["places"][:-1], (storage, start + (1 << 40))]}
+
+    monkeypatch.setattr(DirectSender, "_export", shifted)
+    with pytest.raises(EngineError, match=r"lies at bytes \d+ to \d+ of \d+ that the trainer shared; refused"):
+        served.publish("ipc without buckets", SECOND, 16)
+    assert served.versions() == [15]
+    assert generate(served.client) == before
+    assert_live(served, FIRST)
 
 
 def test_routes_need_the_token(served):
@@ -98,6 +146,8 @@ def test_update_without_a_pause_is_refused(served):
     served.publish("ipc", FIRST, 30)
     with pytest.raises(EngineError, match=r"\(409\): Generation still runs"):
         served.client.post("/start_weight_update")
+    with pytest.raises(EngineError, match=r"\(409\): pause=keep is neither wait nor abort"):
+        served.client.collective("weight_state", pause="keep")
     with pytest.raises(EngineError, match=r"\(409\): mode=keep would finish requests under other weights"):
         served.client.post("/pause?mode=keep")
     generate(served.client)
@@ -146,9 +196,9 @@ def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serv
 
 
 def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):
-    from e2e_fp8.sync import channels
+    from e2e_fp8.sync import buckets
 
-    pack = channels.pack
+    pack = buckets.pack
 
     def flipping_pack(bucket, tensors, buffer) -> None:
         pack(bucket, tensors, buffer)
@@ -156,7 +206,7 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
         if spec is not None:
             buffer[spec.offset + 777] ^= 1
 
-    monkeypatch.setattr(channels, "pack", flipping_pack)
+    monkeypatch.setattr(buckets, "pack", flipping_pack)
     with pytest.raises(Exception, match=r"1 parts .* model.layers.1.mlp.experts.2.up_proj.weight \(bytes differ\)"):
         served.publish("ipc", FIRST, 60)
     with pytest.raises(EngineError, match="the receipt of policy version 60 failed"):

@@ -18,7 +18,7 @@ from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.token import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 def test_foreign_trainer_publishes_and_its_lesson_is_served(tmp_path):

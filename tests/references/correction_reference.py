@@ -74,3 +74,52 @@ def metrics(sequences: list[list[tuple[float, float]]], threshold: float) -> dic
         "training/rollout_probs_diff_max": max(gap),
         "training/rollout_probs_diff_std": math.sqrt(variance),
     }
+
+
+Rows = list[list[tuple[float, float, int]]]
+"""Sequences of (train, rollout, mask)."""
+
+
+def importance(rows: Rows, level: str, mode: str, low: float, high: float) -> list[list[float]]:
+    """Bounded weight of every token; 1 outside the mask."""
+    result = []
+    for row in rows:
+        total = sum(difference(t, r) for t, r, m in row if m)
+        weights = []
+        for t, r, m in row:
+            ratio = math.exp(bounded(total if level == "sequence" else difference(t, r))) if m else 1.0
+            if mode == "mask":
+                bounded_ratio = ratio if low <= ratio <= high else 0.0
+            else:
+                bounded_ratio = min(ratio if mode == "truncate" else max(ratio, low), high)
+            weights.append(bounded_ratio if m else 1.0)
+        result.append(weights)
+    return result
+
+
+def statistic(d: float, kind: str) -> float:
+    if kind == "k1":
+        return d
+    if math.isinf(d):
+        return math.inf
+    return d * d / 2 if kind == "k2" else math.exp(d) - 1 - d
+
+
+def kept(rows: Rows, option: str, low: float, high: float) -> list[list[bool]]:
+    """Whether each token stays under one rule; True outside the mask. k1 bounds are of the ratio."""
+    level, _, kind = option.rpartition("_")
+    result = []
+    for row in rows:
+        values = [statistic(difference(t, r), kind) for t, r, m in row if m]
+        if level != "token" and values:
+            one = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[level]
+            values = [one] * len(values)
+        passed = [math.log(low) <= v <= math.log(high) for v in values] if kind == "k1" else [v <= high for v in values]
+        each = iter(passed)
+        result.append([next(each) if m else True for _, _, m in row])
+    return result
+
+
+def vetoed(rows: Rows, threshold: float) -> list[bool]:
+    """Whether a sequence has a trained token whose ratio is below ``threshold``."""
+    return [any(m and difference(t, r) < math.log(threshold) for t, r, m in row) for row in rows]

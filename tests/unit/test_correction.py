@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_fp8.correction.diagnostics import mismatch_metrics
-from e2e_fp8.correction.importance import safe_log_ratio, token_truncated_weights
+from e2e_fp8.correction.importance import safe_log_ratio
 from e2e_fp8.observability.names import check_names
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references import correction_reference as reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from correction_cases import token_truncated_weights
 
 INF, NAN = math.inf, math.nan
 ANY = st.sampled_from([-INF, INF, 0.0, -1e30]) | st.floats(-60, 0)
@@ -44,7 +47,7 @@ def test_weights_match_the_scalar_formula(tokens, threshold):
     result = token_truncated_weights(doubles(old), doubles(rollout), doubles(mask), threshold)
     weights, active = reference.weights(old, rollout, mask, threshold)
     torch.testing.assert_close(result.weights, doubles(weights), rtol=1e-14, atol=0)
-    assert result.truncated.tolist() == active
+    assert result.out_of_bounds.tolist() == active
     assert bool(torch.isfinite(result.weights).all())
 
 
@@ -135,7 +138,7 @@ def test_nothing_trained_gives_no_metrics():
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="shapes differ"):
         token_truncated_weights(torch.zeros(3), torch.zeros(2), torch.zeros(3), 2.0)
-    with pytest.raises(ValueError, match="threshold must be positive, got 0"):
+    with pytest.raises(ValueError, match="bounds must be positive and in order, got 0"):
         token_truncated_weights(torch.zeros(3), torch.zeros(3), torch.zeros(3), 0.0)
     with pytest.raises(ValueError, match="cu_seqlens ends at 2, not at 3"):
         mismatch_metrics(torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.tensor([0, 2]))

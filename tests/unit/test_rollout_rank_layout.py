@@ -15,7 +15,7 @@ from e2e_fp8.errors import ByteMismatchError, EngineError
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.engine_layout import engine_layout
 from e2e_fp8.rollout.rank_layout import rank_layout
-from e2e_fp8.sync.engine_receipt import check_ranks, decode_parts, encode_parts
+from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, check_ranks, decode_digests, encode_digests
 
 
 def config_of(model_type: str, *, groups: int, per_group: int, tiles: int, experts: int, vocab: int, hidden_tiles: int, head_tiles: int):
@@ -77,19 +77,42 @@ def filled(config: dict, tensors: dict[str, torch.Tensor], rank: int, size: int)
     return parameters
 
 
+def check_prepared(tensors, tables, reported, proof) -> None:
+    """The prepared comparison says what the plain one says, and refuses one changed bit and one missing part."""
+    prepared = RankReceipts(tensors, tables)
+    expected = prepared.expected(tensors)
+    assert prepared.check(tensors, expected, reported, policy_version=1) == proof
+    at = next(i for i, part in enumerate(tables[-1].parts) if part.name.endswith("down_proj.weight"))
+    flipped = [*reported[:-1], reported[-1].copy()]
+    flipped[-1][at] ^= 1
+    with pytest.raises(ByteMismatchError, match=f"{tables[-1].parts[at].name} .bytes differ"):
+        prepared.check(tensors, expected, flipped, policy_version=1)
+    victim = tables[-1].parts[at]
+    absent = [[p != victim for p in table.parts] for table in tables]
+    cut = [PartTable(tuple(p for p in table.parts if p != victim)) for table in tables]
+    fewer = RankReceipts(tensors, cut)
+    shorter = [digests[keep] for digests, keep in zip(reported, absent, strict=True)]
+    with pytest.raises(ByteMismatchError, match=f"{victim.name} .* elements are in the engine"):
+        fewer.check(tensors, fewer.expected(tensors), shorter, policy_version=1)
+
+
 @settings(deadline=None, max_examples=25)
 @given(cases(), st.integers(0, 2**32))
 def test_parts_fill_the_ranks_as_the_reference_does(case, seed):
     config, size = case
-    tensors, ranks = random_tensors(config, seed), []
+    tensors, ranks, tables, reported = random_tensors(config, seed), [], [], []
     for rank in range(size):
         parameters = filled(config, tensors, rank, size)
         for name, expected in fused_fp8(config, tensors, rank, size).items():
             assert torch.equal(parameters[name].view(torch.uint8), expected.view(torch.uint8)), (rank, name)
         slots = rank_layout(config, rank, size)
         digests = tensor_digests([slot.live(parameters) for slot in slots])
-        ranks.append(decode_parts(encode_parts([slot.part for slot in slots], digests)))
-    check_ranks(tensors, ranks, policy_version=1)
+        tables.append(PartTable.from_json(PartTable(tuple(slot.part for slot in slots)).to_json()))
+        reported.append(decode_digests(encode_digests(digests)))
+        ranks.append(dict(zip(tables[-1].parts, reported[-1].tolist(), strict=True)))
+        assert ranks[-1] == {slot.part: digest for slot, digest in zip(slots, digests, strict=True)}
+    proof = check_ranks(tensors, ranks, policy_version=1)
+    check_prepared(tensors, tables, reported, proof)
     victim = next(part for part in ranks[-1] if part.name.endswith("down_proj.weight"))
     with pytest.raises(ByteMismatchError, match=f"{victim.name} .bytes differ"):
         check_ranks(tensors, [*ranks[:-1], ranks[-1] | {victim: ranks[-1][victim] ^ 1}], policy_version=1)

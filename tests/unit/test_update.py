@@ -11,15 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2e_fp8.config.objective import CorrectionConfig, ObjectiveConfig
+from e2e_fp8.config.correction import CorrectionConfig
+from e2e_fp8.config.objective import ObjectiveConfig
 from e2e_fp8.observability.names import check_names
 from e2e_fp8.types import PackedBatch, TokenStats
 from e2e_fp8.update.advantages import group_advantages
-from e2e_fp8.update.loss_fn import make_loss_fn, supervised_loss_fn
-from e2e_fp8.update.policy_loss import grpo_token_loss
+from e2e_fp8.update.loss_fn import supervised_loss_fn
+from e2e_fp8.update.policy_loss import clipped_ratio_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references import correction_reference, grpo_reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from correction_cases import loss_of
 
 INF, NAN = math.inf, math.nan
 LOG_PROB = st.sampled_from([-INF, 0.0]) | st.floats(-40, 0)
@@ -65,7 +69,11 @@ def random_tokens(count: int, seed: int) -> list[tuple]:
 
 def expected_loss(tokens: list[tuple], objective: ObjectiveConfig, threshold: float | None) -> tuple[float, list[float], dict[str, float]]:
     """Loss sum, gradient by log-prob, metric sums."""
-    total, gradient, sums = 0.0, [], {"clip_fraction/low": 0.0, "clip_fraction/high": 0.0, "ratio/mean": 0.0, "kl_ref": 0.0}
+    total, gradient, sums = (
+        0.0,
+        [],
+        dict.fromkeys(("tokens/trained", "clip_fraction/low", "clip_fraction/high", "ratio/mean", "kl_ref"), 0.0),
+    )
     for log_prob, old, rollout, ref, advantage, mask in tokens:
         if not mask:
             gradient.append(0.0)
@@ -76,6 +84,7 @@ def expected_loss(tokens: list[tuple], objective: ObjectiveConfig, threshold: fl
         equal_infinities = math.isinf(log_prob) and log_prob == old
         total += weight * loss + objective.kl_coef * kl - objective.entropy_coef * 0.5
         gradient.append(weight * (0.0 if equal_infinities else slope) + objective.kl_coef * kl_slope)
+        sums["tokens/trained"] += 1
         sums["clip_fraction/low"] += low
         sums["clip_fraction/high"] += high
         sums["ratio/mean"] += math.exp(correction_reference.bounded(correction_reference.difference(log_prob, old)))
@@ -86,9 +95,9 @@ def expected_loss(tokens: list[tuple], objective: ObjectiveConfig, threshold: fl
 @given(tokens=TOKENS, kl_coef=st.sampled_from([0.0, 0.1]), entropy_coef=st.sampled_from([0.0, 0.2]), threshold=st.sampled_from([None, 2.0]))
 def test_loss_gradient_and_metrics_match_the_scalar_formulas(tokens, kl_coef, entropy_coef, threshold):
     objective = ObjectiveConfig(kl_coef=kl_coef, entropy_coef=entropy_coef)
-    correction = CorrectionConfig(rollout_is_level=threshold and "token", rollout_is_threshold=threshold or 2.0)
+    correction = CorrectionConfig(rollout_is=threshold and "token", rollout_is_threshold=threshold or 2.0)
     log_probs, batch = batch_of(tokens)
-    loss, metrics = make_loss_fn(objective, correction)(stats_of(log_probs), batch)
+    loss, metrics = loss_of(objective, correction)(stats_of(log_probs), batch)
     total, gradient, sums = expected_loss(tokens, objective, threshold)
     assert loss.item() == pytest.approx(total, rel=1e-10, abs=1e-10)
     loss.backward()
@@ -103,7 +112,7 @@ def test_loss_gradient_and_metrics_match_the_scalar_formulas(tokens, kl_coef, en
 @pytest.mark.parametrize("value", [NAN, INF, -INF, -1.0])
 def test_everything_masked_gives_zero_loss_and_gradient(value):
     log_probs, batch = batch_of([(value, value, value, value, 0.0, 0)] * 3)
-    loss, metrics = make_loss_fn(ObjectiveConfig(kl_coef=0.1, entropy_coef=0.1), CorrectionConfig())(stats_of(log_probs), batch)
+    loss, metrics = loss_of(ObjectiveConfig(kl_coef=0.1, entropy_coef=0.1), CorrectionConfig())(stats_of(log_probs), batch)
     loss.backward()
     assert loss.item() == 0.0
     assert log_probs.grad.tolist() == [0.0, 0.0, 0.0]
@@ -114,10 +123,10 @@ def test_clipped_tokens_have_exactly_no_gradient_and_the_others_do():
     ratio = torch.tensor([0.5, 0.5, 1.0, 1.5, 1.5], dtype=torch.float64)
     advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     log_ratio = ratio.log().requires_grad_()
-    loss, low, high = grpo_token_loss(log_ratio, advantages, clip_low=0.2, clip_high=0.28)
-    loss.sum().backward()
-    assert low.tolist() == [1, 0, 0, 0, 0]
-    assert high.tolist() == [0, 0, 0, 1, 0]
+    result = clipped_ratio_loss(log_ratio, advantages, clip_low=0.2, clip_high=0.28)
+    result.loss.sum().backward()
+    assert result.low.tolist() == [1, 0, 0, 0, 0]
+    assert result.high.tolist() == [0, 0, 0, 1, 0]
     assert log_ratio.grad.tolist() == pytest.approx([0.0, -0.5, -1.0, 0.0, 1.5])
     assert log_ratio.grad[0] == 0
     assert log_ratio.grad[3] == 0
@@ -126,7 +135,7 @@ def test_clipped_tokens_have_exactly_no_gradient_and_the_others_do():
 def test_on_policy_gradient_is_minus_the_advantage():
     log_probs = torch.randn(50).requires_grad_()
     advantages = torch.randn(50)
-    grpo_token_loss(log_probs - log_probs.detach(), advantages, clip_low=0.2, clip_high=0.28)[0].sum().backward()
+    clipped_ratio_loss(log_probs - log_probs.detach(), advantages, clip_low=0.2, clip_high=0.28).loss.sum().backward()
     assert torch.equal(log_probs.grad, -advantages)
 
 
@@ -134,7 +143,7 @@ def test_on_policy_gradient_is_minus_the_advantage():
 def test_token_mean_does_not_depend_on_the_micro_batches(seed, cuts):
     tokens = random_tokens(40, seed)
     loss_fn, denominator = (
-        make_loss_fn(ObjectiveConfig(kl_coef=0.1, entropy_coef=0.01), CorrectionConfig()),
+        loss_of(ObjectiveConfig(kl_coef=0.1, entropy_coef=0.01), CorrectionConfig()),
         max(sum(t[5] for t in tokens), 1),
     )
 
@@ -160,20 +169,20 @@ def test_importance_weight_multiplies_the_policy_loss_alone():
     tokens = [(-1.0, -1.0, -2.0, -1.5, 1.0, 1)]
     weight = min(math.exp(1.0), 2.0)
     log_probs, batch = batch_of(tokens)
-    with_kl = make_loss_fn(ObjectiveConfig(kl_coef=1.0), CorrectionConfig(rollout_is_threshold=2.0))(stats_of(log_probs), batch)[0]
+    with_kl = loss_of(ObjectiveConfig(kl_coef=1.0), CorrectionConfig(rollout_is_threshold=2.0))(stats_of(log_probs), batch)[0]
     assert with_kl.item() == pytest.approx(-weight + math.exp(-0.5) + 0.5 - 1)
-    none = make_loss_fn(ObjectiveConfig(), CorrectionConfig(rollout_is_level=None))(stats_of(log_probs), batch)[0]
+    none = loss_of(ObjectiveConfig(), CorrectionConfig(rollout_is=None))(stats_of(log_probs), batch)[0]
     assert none.item() == -1.0
 
 
 def test_a_trained_nan_reaches_the_loss():
     log_probs, batch = batch_of([(NAN, -1.0, -1.0, -1.0, 1.0, 1)])
-    assert math.isnan(make_loss_fn(ObjectiveConfig(), CorrectionConfig())(stats_of(log_probs), batch)[0].item())
+    assert math.isnan(loss_of(ObjectiveConfig(), CorrectionConfig())(stats_of(log_probs), batch)[0].item())
 
 
 def test_metric_names_are_in_the_table_and_a_missing_reference_is_refused():
     log_probs, batch = batch_of(random_tokens(5, 0))
-    loss_fn = make_loss_fn(ObjectiveConfig(kl_coef=0.1), CorrectionConfig())
+    loss_fn = loss_of(ObjectiveConfig(kl_coef=0.1), CorrectionConfig())
     check_names(loss_fn(stats_of(log_probs), batch)[1])
     with pytest.raises(ValueError, match="no ref_log_probs"):
         loss_fn(stats_of(log_probs), replace(batch, ref_log_probs=None))
@@ -192,8 +201,9 @@ def test_supervised_loss_is_the_summed_negative_log_likelihood(tokens):
 def test_the_loss_reads_log_probs_in_float32_too():
     """The carriers are float32; the result is near the float64 one."""
     log_probs, batch = batch_of(random_tokens(200, 3))
-    single = replace(batch, **{f.name: getattr(batch, f.name).float() for f in fields(batch) if getattr(batch, f.name).is_floating_point()})
-    loss_fn = make_loss_fn(ObjectiveConfig(), CorrectionConfig())
+    arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    single = replace(batch, **{n: v.float() for n, v in arrays.items() if v is not None and v.is_floating_point()})
+    loss_fn = loss_of(ObjectiveConfig(), CorrectionConfig())
     loss = loss_fn(stats_of(log_probs.detach().float()), single)[0]
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(loss_fn(stats_of(log_probs), batch)[0].item(), rel=1e-4, abs=1e-4)
@@ -231,4 +241,4 @@ def test_bad_rewards_are_refused():
     with pytest.raises(ValueError, match="equal one-dimensional shapes"):
         group_advantages(torch.zeros(2), torch.zeros(3), normalize_by_std=True, eps=1e-6)
     with pytest.raises(ValueError, match="differ"):
-        grpo_token_loss(torch.zeros(2), torch.zeros(3), clip_low=0.2, clip_high=0.2)
+        clipped_ratio_loss(torch.zeros(2), torch.zeros(3), clip_low=0.2, clip_high=0.2)

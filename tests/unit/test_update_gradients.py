@@ -1,22 +1,29 @@
 """Gradients of the whole loss function at its corners: on policy, at extreme ratios, beside arrays full of nan."""
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from e2e_fp8.config.objective import CorrectionConfig, ObjectiveConfig
+from e2e_fp8.config.correction import CorrectionConfig
+from e2e_fp8.config.objective import ObjectiveConfig
 from e2e_fp8.correction.importance import safe_log_ratio
 from e2e_fp8.types import PackedBatch, TokenStats
 from e2e_fp8.update.aggregation import token_sum
-from e2e_fp8.update.loss_fn import make_loss_fn, supervised_loss_fn
-from e2e_fp8.update.policy_loss import grpo_token_loss, k3_kl
+from e2e_fp8.update.kl import kl_estimate
+from e2e_fp8.update.loss_fn import supervised_loss_fn
+from e2e_fp8.update.policy_loss import clipped_ratio_loss
+
+sys.path.insert(0, str(Path(__file__).parent))
+from correction_cases import loss_of
 
 NAN = math.nan
-NO_CORRECTION = CorrectionConfig(rollout_is_level=None)
+NO_CORRECTION = CorrectionConfig(rollout_is=None)
 
 
 def make_batch(mask: torch.Tensor, **arrays: torch.Tensor) -> PackedBatch:
@@ -42,7 +49,7 @@ def test_on_policy_gradient_through_the_loss_function_is_exactly_minus_the_advan
     batch = make_batch(mask, advantages=advantages, old_log_probs=old, rollout_log_probs=old)
     for correction in (NO_CORRECTION, CorrectionConfig()):
         log_probs.grad = None
-        loss, metrics = make_loss_fn(ObjectiveConfig(), correction)(TokenStats(log_probs=log_probs, entropy=torch.zeros(200)), batch)
+        loss, metrics = loss_of(ObjectiveConfig(), correction)(TokenStats(log_probs=log_probs, entropy=torch.zeros(200)), batch)
         loss.backward()
         assert torch.equal(log_probs.grad, torch.where(mask > 0, -advantages, torch.zeros(200)))
         assert float(metrics["ratio/mean"]) == float(mask.sum())
@@ -62,7 +69,7 @@ def test_no_array_leaks_from_outside_the_mask(seed, junk):
             strict=True,
         )
     )
-    loss_fn = make_loss_fn(ObjectiveConfig(kl_coef=0.3, entropy_coef=0.1), CorrectionConfig())
+    loss_fn = loss_of(ObjectiveConfig(kl_coef=0.3, entropy_coef=0.1), CorrectionConfig())
 
     def evaluate(outside: float) -> list[torch.Tensor]:
         filled = {name: torch.where(mask > 0, v, torch.full_like(v, outside)) for name, v in values.items()}
@@ -80,7 +87,7 @@ def test_entropy_bonus_has_a_negative_gradient_on_trained_tokens_alone():
     mask = torch.tensor([1.0, 0.0, 1.0])
     entropy = torch.tensor([0.5, NAN, 2.0], requires_grad=True)
     stats = TokenStats(log_probs=torch.zeros(3), entropy=entropy)
-    loss, _ = make_loss_fn(ObjectiveConfig(entropy_coef=0.25), NO_CORRECTION)(stats, make_batch(mask))
+    loss, _ = loss_of(ObjectiveConfig(entropy_coef=0.25), NO_CORRECTION)(stats, make_batch(mask))
     loss.backward()
     assert loss.item() == -0.25 * 2.5
     assert entropy.grad.tolist() == [-0.25, 0.0, -0.25]
@@ -91,7 +98,7 @@ def test_importance_weight_scales_the_gradient_and_takes_none():
     old = torch.tensor([-1.0, -1.5, 9.0], requires_grad=True)
     log_probs = old.detach().clone().requires_grad_()
     batch = make_batch(torch.ones(3), advantages=torch.ones(3), old_log_probs=old, rollout_log_probs=rollout)
-    loss, _ = make_loss_fn(ObjectiveConfig(), CorrectionConfig(rollout_is_threshold=2.0))(
+    loss, _ = loss_of(ObjectiveConfig(), CorrectionConfig(rollout_is_threshold=2.0))(
         TokenStats(log_probs=log_probs, entropy=torch.zeros(3)), batch
     )
     loss.backward()
@@ -104,7 +111,7 @@ def test_importance_weight_scales_the_gradient_and_takes_none():
 @given(log_ratio=st.floats(-20, 20), advantage=st.floats(-100, 100))
 def test_extreme_ratios_are_finite_and_the_clip_never_lowers_the_loss(log_ratio, advantage):
     x = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
-    loss, _, _ = grpo_token_loss(x, torch.tensor([advantage], dtype=torch.float64), clip_low=0.2, clip_high=0.28)
+    loss = clipped_ratio_loss(x, torch.tensor([advantage], dtype=torch.float64), clip_low=0.2, clip_high=0.28).loss
     loss.sum().backward()
     ratio = float(x.detach().exp())
     clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
@@ -116,7 +123,7 @@ def test_extreme_ratios_are_finite_and_the_clip_never_lowers_the_loss(log_ratio,
 def test_k3_gradient_is_one_minus_the_ratio_and_ends_at_the_clamp():
     log_probs = torch.tensor([-1.0, -1.0, -1.0, -60.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.0, -1.5, -0.5, -1.0], dtype=torch.float64)
-    kl = k3_kl(safe_log_ratio(ref, log_probs, torch.ones(4)))
+    kl = kl_estimate(safe_log_ratio(ref, log_probs, torch.ones(4)), "k3")
     kl.sum().backward()
     assert kl.tolist() == pytest.approx([0.0, math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, math.exp(20) - 21], rel=1e-12)
     assert log_probs.grad.tolist() == pytest.approx([0.0, 1 - math.exp(-0.5), 1 - math.exp(0.5), 0.0])
@@ -142,7 +149,7 @@ def test_token_sum_ignores_whatever_is_outside_the_mask():
 def test_micro_batches_without_trained_tokens_add_exactly_nothing():
     stats = TokenStats(log_probs=torch.full((3,), NAN, requires_grad=True), entropy=torch.full((3,), NAN))
     batch = replace(make_batch(torch.zeros(3)), ref_log_probs=torch.full((3,), NAN))
-    loss, metrics = make_loss_fn(ObjectiveConfig(kl_coef=1.0, entropy_coef=1.0), CorrectionConfig())(stats, batch)
+    loss, metrics = loss_of(ObjectiveConfig(kl_coef=1.0, entropy_coef=1.0), CorrectionConfig())(stats, batch)
     loss.backward()
     assert loss.item() == 0.0
     assert stats.log_probs.grad.tolist() == [0.0] * 3

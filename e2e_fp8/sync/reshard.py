@@ -14,12 +14,13 @@ from e2e_fp8.layout.engine import scale_name
 from e2e_fp8.layout.plan import Copy, Plan
 
 _DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer type in which tensors of each element size are moved."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The bytes of one copy."""
+    """One end of a copy: the bytes that leave, or their place."""
 
     copy: Copy
     data: torch.Tensor
@@ -54,6 +55,26 @@ def outgoing(
         yield Piece(copy, data, scale_inv)
 
 
+def places(copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """Where ``copies`` go, as views of an engine's live parameters (vLLM's names).
+
+    Raises:
+        LayoutError: a parameter or its scales are missing, or of another shape or dtype than the plan says.
+    """
+    for copy in copies:
+        target = _of_expert(_named(parameters, copy.target, "engine's parameters"), copy.expert)
+        data = _rectangle(target, copy.target_row, copy.target_col, copy.rows, copy.cols)
+        _check_dtype(copy, data, copy.target, "engine")
+        grid = None
+        if copy.fp8:
+            _, _, row, col, rows, cols = copy.tiles
+            name = scale_name(copy.target)
+            grid = _rectangle(_of_expert(_named(parameters, name, "engine's parameters"), copy.expert), row, col, rows, cols)
+            if grid.dtype != torch.float32:
+                raise LayoutError(f"The engine holds {name} as {grid.dtype}, but float32 block scales pass unchanged.")
+        yield Piece(copy, data, grid)
+
+
 def deliver(pieces: Iterable[Piece], parameters: Mapping[str, torch.Tensor]) -> int:
     """Write pieces into an engine's live parameters (vLLM's names) and return the bytes written.
 
@@ -62,19 +83,24 @@ def deliver(pieces: Iterable[Piece], parameters: Mapping[str, torch.Tensor]) -> 
     """
     written = 0
     for piece in pieces:
-        copy = piece.copy
-        target = _of_expert(_named(parameters, copy.target, "engine's parameters"), copy.expert)
-        view = _rectangle(target, copy.target_row, copy.target_col, copy.rows, copy.cols)
-        _check_dtype(copy, view, copy.target, "engine")
-        written += _write(view, piece.data)
-        if piece.scale_inv is not None:
-            _, _, row, col, rows, cols = copy.tiles
-            name = scale_name(copy.target)
-            grid = _rectangle(_of_expert(_named(parameters, name, "engine's parameters"), copy.expert), row, col, rows, cols)
-            if grid.dtype != torch.float32:
-                raise LayoutError(f"The engine holds {name} as {grid.dtype}, but float32 block scales pass unchanged.")
-            written += _write(grid, piece.scale_inv)
+        (place,) = places([piece.copy], parameters)
+        written += _write(place.data, piece.data)
+        if piece.scale_inv is not None and place.scale_inv is not None:
+            written += _write(place.scale_inv, piece.scale_inv)
     return written
+
+
+def check_parameters(plan: Plan, target_rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise LayoutError unless every parameter of an engine rank, and its scales, has the shape that the plan fills."""
+    for name, shard in plan.targets(target_rank).items():
+        forms = [(name, shard.shape)] + ([(scale_name(name), shard.scale_shape)] if shard.fp8 else [])
+        for form, shape in forms:
+            found = tuple(_named(parameters, form, "engine's parameters").shape)
+            if found != shape:
+                raise LayoutError(
+                    f"The engine holds {form} as {list(found)}, but the layout plan fills {list(shape)}: it was repacked after loading, "
+                    "or the engine has other parallel sizes."
+                )
 
 
 def fill_padding(plan: Plan, target_rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -111,6 +137,6 @@ def _check_dtype(copy: Copy, tensor: torch.Tensor, name: str, side: str) -> None
 def _write(target: torch.Tensor, source: torch.Tensor) -> int:
     if target.shape != source.shape or target.dtype != source.dtype:
         raise LayoutError(f"A piece is {source.dtype} {tuple(source.shape)}, but its place is {target.dtype} {tuple(target.shape)}.")
-    carrier = _CARRIERS[source.element_size()]
+    carrier = CARRIERS[source.element_size()]
     target.view(carrier).copy_(source.view(carrier))
     return source.numel() * source.element_size()

@@ -1,0 +1,205 @@
+"""The ``nccl`` transport: broadcasts from the trainer to all engine ranks, back to back, one announcement for a whole update.
+
+Each bucket is one message. A bucket of one large tensor leaves the trainer's memory and enters the engine's as it lies where
+either side allows it, which is that side's own choice; others are packed and unpacked through two buffers, on a GPU in stream
+order, so that the next bucket is packed and the last one unpacked while one is on the wire.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, packing, views
+from e2e_fp8.sync.copies import CopyPlan
+from e2e_fp8.sync.process_group import BroadcastGroup
+
+BUFFERS = 2
+"""One bucket is packed or unpacked while another is on the wire."""
+_AHEAD = 4
+"""Messages that are started beyond the last one known to be over: a full launch queue would block where no dead peer is noticed."""
+ALONE_FRACTION = 16
+"""A tensor of this part of the largest bucket is a message of its own."""
+
+Bucket = tuple[TensorSpec, ...]
+
+
+class NcclSender:
+    """The trainer's end, rank 0 of the group."""
+
+    def __init__(self, device: torch.device, *, engine_ranks: int, host: str, timeout_s: float) -> None:
+        self._device, self._engine_ranks, self._host, self._timeout_s = device, engine_ranks, host, timeout_s
+        self._group: BroadcastGroup | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._addresses: tuple = ()
+        self._settled = False
+        """Whether tensors lie where they lay in the last update; only then plans, which hold them, outlive one."""
+        self._plans: dict[int, CopyPlan] = {}
+
+    def open(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], init: Callable[[dict[str, Any]], None]) -> None:
+        if self._group is None:
+            size = 1 + self._engine_ranks
+            port, join = BroadcastGroup.listen(self._host, size, device=self._device, timeout_s=self._timeout_s)
+            parameters = {"host": self._host, "port": port, "size": size, "timeout_s": self._timeout_s}
+            with ThreadPoolExecutor(1) as poster:
+                posted = poster.submit(init, {"channel": "nccl", "parameters": parameters})
+                self._group = _join_or_refusal(join, posted)
+                posted.result()
+        capacity = max((bucket_bytes(b) for b in manifest.buckets if self._whole(b, tensors) is None), default=0)
+        addresses = (manifest.layout_digest, *(t.data_ptr() for t in tensors.values()))
+        self._settled = addresses == self._addresses
+        if _grown(self._buffers, capacity, self._device) or not self._settled:
+            self._plans = {}
+        self._addresses = addresses
+
+    def _whole(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The bucket's bytes where they lie, if it is one tensor without gaps."""
+        tensor = tensors[bucket[0].name]
+        if len(bucket) > 1 or tensor.device != self._device or not tensor.is_contiguous():
+            return None
+        return tensor.view(-1).view(torch.uint8)
+
+    def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: buckets are packed while the last one is on the wire."""
+
+    def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Callable[..., None]) -> None:
+        group = self._group
+        assert group is not None
+        with ThreadPoolExecutor(1) as poster:
+            posted = poster.submit(announce, {"buckets": list(range(len(manifest.buckets)))}, first=True, last=True)
+
+            def check() -> None:
+                if posted.done() and posted.exception() is not None:
+                    group.abort()
+                    posted.result()
+
+            try:
+                with _side_stream(self._device):
+                    works = self._start_all(group, manifest, tensors, check)
+                    for work in works:
+                        group.finish(work, check)
+            except RuntimeError as error:
+                self.close()
+                posted.result()
+                raise EngineError(f"The weight broadcast to the rollout server failed ({error}); publish again.") from error
+            posted.result()
+        if not self._settled:
+            self._plans = {}
+
+    def _start_all(
+        self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]
+    ) -> list[Any]:
+        works, in_slot, packed = [], [None] * BUFFERS, 0
+        for index, bucket in enumerate(manifest.buckets):
+            if index >= _AHEAD:
+                group.finish(works[index - _AHEAD], check)
+            message = self._whole(bucket, tensors)
+            if message is not None:
+                works.append(group.broadcast(message))
+                continue
+            slot, packed = packed % BUFFERS, packed + 1
+            if in_slot[slot] is not None:
+                group.order(in_slot[slot])
+            message = self._buffers[slot][: bucket_bytes(bucket)]
+            if index not in self._plans:
+                self._plans[index] = packing(bucket, tensors, message)
+            self._plans[index].run()
+            in_slot[slot] = group.broadcast(message)
+            works.append(in_slot[slot])
+        return works
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._buffers, self._plans = [], {}
+
+
+class NcclReceiver:
+    """An engine rank of the trainer's process group."""
+
+    reusable = True
+    """Tensors of a bucket are the same objects in every update."""
+
+    def __init__(self, parameters: Mapping[str, Any], *, rank: int, device: torch.device) -> None:
+        host, port, size = str(parameters["host"]), int(parameters["port"]), int(parameters["size"])
+        self._device = device
+        self._group = BroadcastGroup.join(host, port, rank, size, device=device, timeout_s=float(parameters["timeout_s"]))
+        self._buffers: list[torch.Tensor] = []
+        self._views: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
+
+    def receive(
+        self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Callable[[TensorSpec], torch.Tensor | None]
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Buckets in order; one that went straight to where ``placed`` wants it comes without tensors."""
+        buckets = {int(index): manifest.buckets[index] for index in update["buckets"]}
+        straight = {index: _placed_whole(bucket, placed) for index, bucket in buckets.items()}
+        buffered = [index for index in buckets if straight[index] is None]
+        if _grown(self._buffers, max((bucket_bytes(buckets[index]) for index in buffered), default=0), self._device):
+            self._views = {}
+        slots = {index: turn % BUFFERS for turn, index in enumerate(buffered)}
+        waiting, works = list(buckets), []
+        for position, index in enumerate(buckets):
+            # Started one ahead: the next message has a buffer of its own, and the one before has been unpacked from it.
+            for following in waiting[len(works) : position + BUFFERS]:
+                target = straight[following]
+                if target is None:
+                    target = self._buffers[slots[following]][: bucket_bytes(buckets[following])]
+                works.append(self._group.broadcast(target))
+            if position >= _AHEAD:
+                self._group.finish(works[position - _AHEAD], self._group.check_trainer)
+            self._group.order(works[position])
+            yield index, self._named(manifest, index, slots[index]) if index in slots else {}
+        for work in works:
+            self._group.finish(work, self._group.check_trainer)
+
+    def _named(self, manifest: UpdateManifest, index: int, slot: int) -> dict[str, torch.Tensor]:
+        key = manifest.layout_digest, index, slot
+        if key not in self._views:
+            bucket = manifest.buckets[index]
+            self._views[key] = dict(zip((spec.name for spec in bucket), views(bucket, self._buffers[slot]), strict=True))
+        return self._views[key]
+
+    def close(self) -> None:
+        self._group.abort()
+        self._buffers, self._views = [], {}
+
+
+def _placed_whole(bucket: Bucket, placed: Callable[[TensorSpec], torch.Tensor | None]) -> torch.Tensor | None:
+    """Where the only tensor of ``bucket`` can be received without a buffer, as bytes."""
+    target = placed(bucket[0]) if len(bucket) == 1 else None
+    return None if target is None else target.view(-1).view(torch.uint8)
+
+
+def _grown(buffers: list[torch.Tensor], capacity: int, device: torch.device) -> bool:
+    """Replace ``buffers`` when one of them is smaller than ``capacity``; whether that was done."""
+    if capacity == 0 or (buffers and buffers[0].numel() >= capacity):
+        return False
+    buffers.clear()
+    buffers.extend(torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(BUFFERS))
+    return True
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """A stream that begins after what the current one has been given; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _join_or_refusal(join: Callable[[], BroadcastGroup], posted: Future) -> BroadcastGroup:
+    """The joined group; when the engine refuses, its sentence instead of the timeout that follows from it."""
+    try:
+        return join()
+    except RuntimeError as error:
+        if posted.done():
+            posted.result()
+        raise EngineError(f"The rollout engine did not join the trainer's process group ({error}).") from error

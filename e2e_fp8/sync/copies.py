@@ -1,0 +1,89 @@
+"""Many copies of bytes as few: neighbours in both memories become one, large ones are plain copies, small ones share a launch."""
+
+from collections.abc import Iterable
+
+import torch
+
+RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer type of each element size: tensors are moved as bytes, whatever they hold."""
+_WIDE = torch.int64
+_LARGE_BYTES = 1 << 20
+"""From here on a copy of its own costs less than its share of a joint launch, whose loads are narrower."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class CopyPlan:
+    """Copies prepared once and run any number of times, for as long as both sides stay where they are.
+
+    Runs on the current stream and does not wait. ``num_copies`` counts plain copies and members of joint launches.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        """``pairs``: (target, source) of equal shape and dtype; a view of rows or columns is fine on either side."""
+        flat: list[Pair] = []
+        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in pairs:
+            if target.numel() == 0:
+                continue
+            if target.is_contiguous() and source.is_contiguous():
+                flat.append((target, source))
+                continue
+            raw = RAW_DTYPES[target.element_size()]
+            targets, sources = groups.setdefault(raw, ([], []))
+            targets.append(target.view(raw))
+            sources.append(source.view(raw))
+        self._large: list[Pair] = []
+        for target, source in _merged(flat):
+            if target.nbytes >= _LARGE_BYTES:
+                self._large.append((target, source))
+                continue
+            targets, sources = groups.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+        self._groups = list(groups.values())
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._large) + sum(len(targets) for targets, _ in self._groups)
+
+    def run(self) -> None:
+        """Start all copies."""
+        with torch.no_grad():
+            for target, source in self._large:
+                target.copy_(source, non_blocking=True)
+            for targets, sources in self._groups:
+                torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _merged(pairs: list[Pair]) -> list[Pair]:
+    """Contiguous pairs as flat integers; those that continue each other in both storages are one."""
+    described = sorted(
+        ((t.data_ptr(), s.data_ptr(), t.nbytes, _storage(t), _storage(s), t, s) for t, s in pairs), key=lambda entry: entry[0]
+    )
+    spans: list[list] = []
+    for to, start, size, to_storage, from_storage, target, source in described:
+        if spans:
+            last = spans[-1]
+            if (last[0] + last[2], last[1] + last[2], last[3], last[4]) == (to, start, to_storage, from_storage):
+                last[2] += size
+                continue
+        spans.append([to, start, size, to_storage, from_storage, target, source])
+    return [_flat(target, source, size) for _, _, size, _, _, target, source in spans]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _flat(target: torch.Tensor, source: torch.Tensor, num_bytes: int) -> Pair:
+    """Views of ``num_bytes`` from where each begins, as wide integers where both sides allow it."""
+    starts = [int(t.storage_offset()) * t.element_size() for t in (target, source)]
+    wide = (target.data_ptr() | source.data_ptr() | starts[0] | starts[1] | num_bytes) % _WIDE.itemsize == 0
+    dtype = _WIDE if wide else torch.uint8
+    views = []
+    for tensor, start in zip((target, source), starts, strict=True):
+        whole = torch.empty(0, dtype=dtype, device=tensor.device)
+        shape = (num_bytes // dtype.itemsize,)
+        views.append(whole.set_(tensor.untyped_storage(), start // dtype.itemsize, shape, (1,)))  # pyright: ignore[reportArgumentType]
+    return views[0], views[1]

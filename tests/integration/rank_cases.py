@@ -1,0 +1,126 @@
+"""Jobs of several trainer ranks for the tests, and what the slow references say their bytes should be."""
+
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from references import blockwise_reference, fused_reference, sharding_reference
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+MODEL = {
+    "architecture": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "initializer_range": 0.05,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One launch."""
+
+    world: int
+    parallel: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    precision: str = "fp8"
+    steps: int = 2
+    backend: str = "cpu"
+    rollout_tp: int = 1
+    more: dict = field(default_factory=dict)
+    """What else the ranks do, see rank_process.py: ``publish``, ``engines``."""
+
+    @property
+    def config(self) -> dict:
+        """With an epsilon of 1, Adam's update is proportional to the gradient, so that a wrong factor shows and a flipped sign of
+        a tiny gradient does not."""
+        served = {"rollout": {"placement": "server", "tensor_parallel": self.rollout_tp}, "sync": {"transport": "ipc"}}
+        return (served if self.rollout_tp > 1 else {}) | {
+            "model": {**MODEL, **self.model},
+            "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
+            "run": {"backend": self.backend},
+            "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0},
+        }
+
+    def alone(self) -> "Case":
+        """The same on one rank."""
+        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def write_case(case: Case, out: Path) -> None:
+    out.mkdir(parents=True)
+    text = {"config": case.config, "seed": 7, "microbatches": [[9, 30, 5], [17, 12]], "learning_rate": 0.1, "steps": case.steps}
+    text |= case.more
+    (out / "case.json").write_text(json.dumps(text))
+
+
+def rank_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+
+
+def held(folder: Path, world: int, when: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(folder / f"{when}-{rank}.safetensors") for rank in range(world)]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(kind).numpy()
+
+
+def masters(found: list[dict[str, torch.Tensor]]) -> list[dict[str, np.ndarray]]:
+    return [{n.removeprefix("master/"): bits(t) for n, t in rank.items() if n.startswith("master/")} for rank in found]
+
+
+def model_of(case: Case) -> dict:
+    return case.config["model"]
+
+
+def quantized(whole: dict[str, np.ndarray], case: Case):
+    """(codes, scale bits, BF16 bits) of whole FP32 masters given as bits."""
+    codes, scales, high = {}, {}, {}
+    for name, master in whole.items():
+        rounded = torch.from_numpy(master).view(torch.float32).bfloat16()
+        if case.precision == "fp8" and name.endswith("_proj.weight"):
+            found = blockwise_reference.quantize(
+                rounded.float().numpy(), "e4m3", "128x128", False, 0.0, float(torch.finfo(torch.bfloat16).max)
+            )
+            codes[name], scales[name] = found[0], found[1].view(np.int32)
+        else:
+            high[name] = bits(rounded)
+    return codes, scales, high
+
+
+def whole_weights(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    """Every Hugging Face tensor of the trained model: all ranks' masters gathered and quantized by the slow references."""
+    codes, scales, high = quantized(
+        sharding_reference.gather(masters(held(folder, case.world, "end")), model_of(case), case.parallel), case
+    )
+    found = {name: torch.from_numpy(values).view(torch.float8_e4m3fn) for name, values in codes.items()}
+    found |= {f"{name}_scale_inv": torch.from_numpy(values).view(torch.float32) for name, values in scales.items()}
+    return found | {name: torch.from_numpy(values).view(torch.bfloat16).squeeze(-1) for name, values in high.items()}
+
+
+def engine_reference(case: Case, weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """Every parameter of one engine rank by vLLM's names; FP8 codes as uint8."""
+    found = fused_reference.fused_fp8(model_of(case) | {"model_type": model_of(case)["architecture"]}, weights, rank, size)
+    for name, tensor in weights.items():
+        if tensor.dtype == torch.bfloat16:
+            found[name] = tensor.chunk(size)[rank] if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor
+    return found
