@@ -222,7 +222,7 @@ def test_dense_with_reference_kl_and_disk_transport(tmp_path):
 def test_everything_rejected_skips_the_steps_and_the_run_goes_on(tmp_path):
     """verl 3984: an empty mask ends the run there. GSPO's sequences, rejected by a bound that no two precisions meet."""
     overrides = ("run.steps=1", "run.eval_interval=0", "run.checkpoint_interval=0", "training.minibatches_per_step=2")
-    reject = ("correction.rollout_rs=seq_max_k3", "correction.rollout_rs_threshold=1e-30")
+    reject = ("correction.preset=null", "correction.rollout_rs=seq_max_k3", "correction.rollout_rs_threshold=1e-30")
     done = run(train_command(tmp_path, "gspo", *overrides, *reject, config="objectives/gspo"))
     assert done.returncode == 0, done.stderr[-3000:]
     record = records(tmp_path / "gspo")[-1]
