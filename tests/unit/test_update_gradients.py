@@ -115,7 +115,8 @@ def test_extreme_ratios_are_finite_and_the_clip_never_lowers_the_loss(log_ratio,
     loss.sum().backward()
     ratio = float(x.detach().exp())
     clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
-    assert float(x.grad) == pytest.approx(0.0 if clipped else -ratio * advantage, rel=1e-12, abs=0.0)
+    # numbers below the smallest normal one may be flushed to zero, as the processor is set
+    assert float(x.grad) == pytest.approx(0.0 if clipped else -ratio * advantage, rel=1e-12, abs=sys.float_info.min)
     assert loss.item() >= -ratio * advantage
     assert math.isfinite(loss.item())
 
