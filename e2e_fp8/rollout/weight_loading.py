@@ -127,17 +127,6 @@ class LayerwiseLoader:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def abandon(self) -> None:
-        """Put the engine's own tensors back into layers that wait for the rest of their weights.
+        from e2e_fp8.rollout.weight_transfer import abandon_layerwise_reload
 
-        vLLM has no way out of a reload that ended early: a second start would take its empty placeholders for the model.
-        """
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        for layer in self._model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load() and info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(layer, info)
-                info.reset()
-        layerwise.LOADING_LAYERS.clear()
-        if hasattr(self._model, "_original_do_torchao_reload"):
-            self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        abandon_layerwise_reload(self._model)

@@ -48,10 +48,12 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load():
+        if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
             info.reset()
     LOADING_LAYERS.clear()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
 
 
 def safetensors_files(directory: Path) -> list[Path]:
