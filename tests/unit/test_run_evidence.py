@@ -1,0 +1,59 @@
+"""The runner of evidence jobs: raw output, a header that lets it be repeated, no path of this machine."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import run_evidence
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_jobs_name_files_that_exist():
+    jobs = run_evidence.load_jobs()
+    assert len({job["command"] for job in jobs.values()}) == len(jobs)
+    for name, job in jobs.items():
+        assert set(job) == {"gpus", "shows", "command"}, name
+        files = [word for word in shlex.split(job["command"]) if word.endswith((".py", ".yaml"))]
+        assert all((ROOT / file).is_file() for file in files), (name, files)
+
+
+def test_output_is_kept_raw_but_for_paths(tmp_path, capsys):
+    code = f"import sys, torch; print({str(ROOT / 'a')!r}); print(torch.__file__); print('odd \\t line '); sys.exit(3)"
+    assert run_evidence.run_job("job", f"python -c {shlex.quote(code)}", tmp_path) == 3
+    text = (tmp_path / "job.log").read_text()
+    head, body = text.split("\n\n", 1)
+    assert {line.split(":")[0] for line in head.splitlines()} == {
+        f"# {k}" for k in ("job", "command", "commit", "versions", "devices", "started")
+    }
+    assert body.splitlines()[:3] == ["REPO/a", "SITE/torch/__init__.py", "odd \t line "]
+    assert "# exit status: 3" in body
+    assert str(ROOT) not in body
+    assert "job: exit status 3" in capsys.readouterr().out
+
+
+def test_unknown_jobs_are_refused_before_anything_runs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tools/run_evidence.py", "--out", str(tmp_path / "out"), "doctor", "nonsense"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "unknown job: nonsense" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_failed_job_is_the_exit_status(together, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        run_evidence, "load_jobs", lambda: {n: {"command": f"python -c 'raise SystemExit({s})'"} for n, s in (("a", 0), ("b", 1))}
+    )
+    arguments = ["--out", str(tmp_path), *(["--together"] if together else [])]
+    assert run_evidence.main([*arguments, "a"]) == 0
+    assert run_evidence.main([*arguments, "a", "b"]) == 1
+    assert {p.name for p in tmp_path.glob("*.log")} == {"a.log", "b.log"}
