@@ -15,7 +15,10 @@ class Loader(Protocol):
 
     def start(self) -> None: ...
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
-        """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again."""
+        """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again.
+
+        A rank may hold nothing of some of them: experts of other ranks, a vocabulary that ends before its rows.
+        """
         ...
 
     def placed(self, spec: TensorSpec) -> torch.Tensor | None:
@@ -80,14 +83,15 @@ class InPlaceLoader:
         if kept is not None:
             kept[1].run()
             return
-        plan = CopyPlan((self._live[name], self._slots[name].part.of(tensor)) for name, tensor in tensors.items())
+        held = ((self._live[name], self._slots[name], tensor) for name, tensor in tensors.items() if name in self._slots)
+        plan = CopyPlan((live, slot.part.of(tensor)) for live, slot, tensor in held)
         if reusable:
             self._plans[id(tensors)] = tensors, plan
         plan.run()
 
     def placed(self, spec: TensorSpec) -> torch.Tensor | None:
-        live = self._live[spec.name]
-        return live if tuple(live.shape) == spec.shape and live.is_contiguous() else None
+        live = self._live.get(spec.name)
+        return live if live is not None and tuple(live.shape) == spec.shape and live.is_contiguous() else None
 
     def finish(self) -> None:
         """Everything is in place."""
