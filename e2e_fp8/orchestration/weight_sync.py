@@ -2,9 +2,10 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
@@ -12,6 +13,7 @@ from e2e_fp8.export.gather import gather_hf, sources_of
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
+from e2e_fp8.export.settled import SettledExport
 from e2e_fp8.layout import hf_tensors
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine import VllmEngine
@@ -59,6 +61,17 @@ def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedT
     return tensors
 
 
+_SETTLED: "WeakKeyDictionary[MegatronEngine, SettledExport]" = WeakKeyDictionary()
+
+
+def settled_tensors(trainer: MegatronEngine, cfg: Config) -> Iterable[ExportedTensor]:
+    """:func:`exported_tensors`; the same tuple for as long as they are views of the trainer's memory and that does not move."""
+    if trainer.grid.world > 1 or cfg.numerics.rollout_precision != cfg.numerics.training_precision:
+        return list(exported_tensors(trainer, cfg))
+    export = _SETTLED.setdefault(trainer, SettledExport())
+    return export.tensors(trainer.weight_addresses(), trainer.named_local_weights(), cfg.model)
+
+
 def gathered(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """The trainer's weights as whole tensors on rank 0, one at a time."""
     layouts = [trainer.layout_of(rank) for rank in range(trainer.grid.world)]
@@ -73,7 +86,7 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
         ByteMismatchError: the engine's bytes are not the trainer's afterwards.
     """
     started = time.perf_counter()
-    tensors = list(exported_tensors(trainer, cfg))
+    tensors = settled_tensors(trainer, cfg)
     num_bytes = _deliver(rollout, tensors, cfg, scratch, trainer.policy_version)
     _device_synchronize(cfg)
     delivered = time.perf_counter()
@@ -106,9 +119,9 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine, cfg: Config)
     )
 
 
-def _deliver(rollout: VllmEngine, tensors: list[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> int:
+def _deliver(rollout: VllmEngine, tensors: Iterable[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> int:
     if cfg.sync.transport != "disk":
-        return rollout.update_weights(iter(tensors), policy_version=policy_version)
+        return rollout.update_weights(tensors, policy_version=policy_version)
     shutil.rmtree(scratch, ignore_errors=True)
     write_hf_checkpoint(scratch, tensors, {})
     return rollout.update_weights_from_disk(scratch, policy_version=policy_version)

@@ -1,6 +1,6 @@
 """Two ways to bring received tensors into a live vLLM model: copies in place, or vLLM's layerwise reload."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -38,14 +38,16 @@ class Loader(Protocol):
 class LiveParameters:
     """A model's parameters by name, found once, without missing those that vLLM puts in the place of others later."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, wanted: Collection[str] | None = None) -> None:
+        """``wanted``: names of those to look at; all by default."""
         self._owners: list[tuple[str, dict[str, Any], str]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
+                full = f"{prefix}.{name}" if prefix else name
+                if parameter is not None and id(parameter) not in seen and (wanted is None or full in wanted):
                     seen.add(id(parameter))
-                    self._owners.append((f"{prefix}.{name}" if prefix else name, module._parameters, name))
+                    self._owners.append((full, module._parameters, name))
 
     def named(self) -> dict[str, torch.Tensor]:
         """As ``dict(model.named_parameters())`` now."""
@@ -77,6 +79,11 @@ class InPlaceLoader:
             named = self._parameters.named()
             self._live = {name: slot.live(named) for name, slot in self._slots.items()}
             self._plans, self._addresses = {}, addresses
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """HF name to this rank's part as a view of the live parameters; the same mapping while nothing has moved."""
+        self.start()
+        return self._live
 
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
         kept = self._plans.get(id(tensors))
