@@ -1,6 +1,6 @@
 """The seams between stages. Orchestration talks to these; each ground implements them once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -40,14 +40,14 @@ class RolloutEngine(Protocol):
         """``group_size`` samples for each prompt, in prompt order; log-probs at the sampling temperature."""
         ...
 
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
+    def update_weights(self, tensors: Iterable[ExportedTensor], *, policy_version: int) -> int:
         """Deliver a complete set of weights into the running engine and reset its prefix cache; returns the bytes moved."""
         ...
 
     covered: Literal["all", "fp8"]
     """Which of the delivered tensors ``read_back`` gives: all, or FP8 codes and their scales."""
 
-    def read_back(self) -> Iterator[ExportedTensor]:
+    def read_back(self) -> Iterable[ExportedTensor]:
         """The covered tensors of the live engine under their HF names, as views of the engine's own memory."""
         ...
 

@@ -10,13 +10,16 @@ from e2e_fp8.config.base import Section
 class SyncConfig(Section):
     """Delivery of weights into the rollout engine."""
 
-    transport: Literal["local", "shared", "disk", "ipc", "nccl"] = Field(
+    transport: Literal["local", "shared", "disk", "ipc", "nccl", "ranks"] = Field(
         default="local",
         description="local: copy within the process; shared: trainer and engine are views of one storage, nothing is copied; "
-        "disk: block-FP8 HF checkpoint; ipc: shared memory of one GPU or host; nccl: broadcast to other GPUs (gloo on the CPU).",
+        "disk: block-FP8 HF checkpoint; ipc: shared memory of one GPU or host; nccl: broadcast to other GPUs (gloo on the CPU); "
+        "ranks: every trainer rank sends its rows straight to the engine ranks that need them (NCCL, gloo on the CPU).",
     )
     max_bucket_mib: int = Field(
-        default=512, ge=1, description="Largest bucket of nccl, and of ipc where it has buckets, in MiB; two are held on each side."
+        default=512,
+        ge=1,
+        description="Largest bucket of nccl and of ipc where it has buckets, largest message of ranks, in MiB; two are held on each side.",
     )
     ipc_buckets: bool = Field(
         default=False,

@@ -77,7 +77,7 @@ def _check_placement(cfg: "Config") -> None:
             f"rollout.tensor_parallel is {size}, but an engine in the trainer's process drives one device: "
             "set rollout.placement to server, or the size to 1."
         )
-    if placement == "in_process" and transport in ("ipc", "nccl"):
+    if placement == "in_process" and transport in ("ipc", "nccl", "ranks"):
         raise ConfigError(
             f"sync.transport is {transport}, but rollout.placement is in_process and {transport} connects two processes: set "
             "rollout.placement to server, or sync.transport to local."
@@ -85,7 +85,7 @@ def _check_placement(cfg: "Config") -> None:
     if placement == "server" and transport in ("local", "shared"):
         raise ConfigError(
             f"sync.transport is {transport}, but rollout.placement is server and {transport} cannot leave the process: set sync.transport "
-            "to ipc, nccl or disk."
+            "to ipc, nccl, ranks or disk."
         )
     if placement == "server" and cfg.rollout.sleep_level:
         raise ConfigError(
@@ -294,6 +294,11 @@ def _check_minibatches(cfg: "Config") -> None:
 
 def _check_transport(cfg: "Config") -> None:
     training, rollout = cfg.numerics.training_precision, cfg.numerics.rollout_precision
+    if cfg.sync.transport == "ranks" and training != rollout:
+        raise ConfigError(
+            f"sync.transport is ranks, but numerics.training_precision is {training} and rollout_precision {rollout}: trainer ranks send "
+            "their own bytes, and these are of one precision. Use sync.transport=nccl, or make the two equal."
+        )
     if cfg.sync.transport == "shared" and training != rollout:
         raise ConfigError(
             f"sync.transport is shared, but numerics.training_precision is {training} and rollout_precision {rollout}: the two sides can "

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.model import ModelConfig
 from e2e_fp8.export.fused import Part, split_rows
+from e2e_fp8.layout import hf_tensors
 from e2e_fp8.megatron_names import hf_sources
 from e2e_fp8.types import ExportedTensor
 
@@ -15,20 +17,7 @@ NamedWeight = tuple[str, torch.Tensor, torch.Tensor | None]
 
 def expected_hf_names(model: ModelConfig) -> set[str]:
     """Every ``.weight`` name that a complete export of ``model`` has (scales not included)."""
-    names = {"model.embed_tokens.weight", "model.norm.weight"}
-    if not model.tie_word_embeddings:
-        names.add("lm_head.weight")
-    for layer in range(model.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        names |= {prefix + n for n in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-        names |= {f"{prefix}self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-        if not model.is_moe:
-            names |= {f"{prefix}mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")}
-            continue
-        names.add(prefix + "mlp.gate.weight")
-        for expert in range(model.num_experts):
-            names |= {f"{prefix}mlp.experts.{expert}.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")}
-    return names
+    return {tensor.name for tensor in hf_tensors(to_hf_config(model, None))}
 
 
 def _emit(hf_weight_name: str, part: Part) -> Iterator[ExportedTensor]:

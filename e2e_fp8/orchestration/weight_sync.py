@@ -2,20 +2,27 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
+from e2e_fp8.export.chunks import by_chunk
 from e2e_fp8.export.gather import gather_hf, sources_of
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
+from e2e_fp8.export.settled import SettledExport
 from e2e_fp8.layout import hf_tensors
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
+from e2e_fp8.sync.control import UpdateControl
+from e2e_fp8.sync.point_to_point import transfer_plan
+from e2e_fp8.sync.publisher import PublishReport
+from e2e_fp8.sync.rank_publisher import RankPublisher
 from e2e_fp8.sync.receipt import Manifest, check_receipt, manifest_of
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.types import ExportedTensor
@@ -59,6 +66,17 @@ def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedT
     return tensors
 
 
+_SETTLED: "WeakKeyDictionary[MegatronEngine, SettledExport]" = WeakKeyDictionary()
+
+
+def settled_tensors(trainer: MegatronEngine, cfg: Config) -> Iterable[ExportedTensor]:
+    """:func:`exported_tensors`; the same tuple for as long as they are views of the trainer's memory and that does not move."""
+    if trainer.grid.world > 1 or cfg.numerics.rollout_precision != cfg.numerics.training_precision:
+        return list(exported_tensors(trainer, cfg))
+    export = _SETTLED.setdefault(trainer, SettledExport())
+    return export.tensors(trainer.weight_addresses(), trainer.named_local_weights(), cfg.model)
+
+
 def gathered(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """The trainer's weights as whole tensors on rank 0, one at a time."""
     layouts = [trainer.layout_of(rank) for rank in range(trainer.grid.world)]
@@ -73,7 +91,7 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
         ByteMismatchError: the engine's bytes are not the trainer's afterwards.
     """
     started = time.perf_counter()
-    tensors = list(exported_tensors(trainer, cfg))
+    tensors = settled_tensors(trainer, cfg)
     num_bytes = _deliver(rollout, tensors, cfg, scratch, trainer.policy_version)
     _device_synchronize(cfg)
     delivered = time.perf_counter()
@@ -90,13 +108,27 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     )
 
 
-def publish_weights(trainer: MegatronEngine, rollout: ServerEngine, cfg: Config) -> SyncReport:
+def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: Config) -> SyncReport:
     """:func:`sync_weights` for an engine in another process.
+
+    With ``sync.transport=ranks`` every trainer rank calls this together, ``rollout`` being None on all but rank 0.
 
     Raises:
         ByteMismatchError: the bytes at some engine rank are not the trainer's; the server refuses to generate then.
     """
-    report = rollout.publish(exported_tensors(trainer, cfg), policy_version=trainer.policy_version, receipt=cfg.sync.receipt)
+    version = trainer.policy_version
+    if cfg.sync.transport == "ranks":
+        if trainer not in _RANK_PUBLISHERS:
+            _RANK_PUBLISHERS[trainer] = rank_publisher(trainer, cfg, None if rollout is None else rollout.control)
+        publisher = _RANK_PUBLISHERS[trainer]
+        report = (
+            publish_shares(trainer, publisher, cfg)
+            if rollout is None
+            else rollout.delivered(lambda: publish_shares(trainer, publisher, cfg), version)
+        )
+    else:
+        assert rollout is not None
+        report = rollout.publish(exported_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt)
     return SyncReport(
         policy_version=report.policy_version,
         num_bytes=report.num_bytes,
@@ -106,9 +138,31 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine, cfg: Config)
     )
 
 
-def _deliver(rollout: VllmEngine, tensors: list[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> int:
+_RANK_PUBLISHERS: "WeakKeyDictionary[MegatronEngine, RankPublisher]" = WeakKeyDictionary()
+
+
+def rank_publisher(trainer: MegatronEngine, cfg: Config, control: UpdateControl | None) -> RankPublisher:
+    """This trainer rank's end of the ``ranks`` transport into the server of ``control``, which rank 0 alone has. Collective."""
+    return RankPublisher(
+        control,
+        transfer_plan(cfg, trainer.grid.world, trainer.ground.spec),
+        list(hf_tensors(to_hf_config(cfg.model, None), trainer.is_fp8_module)),
+        rank=trainer.rank,
+        device=trainer.device,
+        timeout_s=cfg.rollout.timeout_s,
+        max_bytes=cfg.sync.max_bucket_mib << 20,
+    )
+
+
+def publish_shares(trainer: MegatronEngine, publisher: RankPublisher, cfg: Config) -> PublishReport:
+    """Send what this trainer rank holds; collective over the trainer's ranks. Errors as of ``RankPublisher.publish``."""
+    tensors, scales = by_chunk(trainer.named_local_weights(), trainer.layout_of(trainer.rank))
+    return publisher.publish(tensors, scales, policy_version=trainer.policy_version, receipt=cfg.sync.receipt)
+
+
+def _deliver(rollout: VllmEngine, tensors: Iterable[ExportedTensor], cfg: Config, scratch: Path, policy_version: int) -> int:
     if cfg.sync.transport != "disk":
-        return rollout.update_weights(iter(tensors), policy_version=policy_version)
+        return rollout.update_weights(tensors, policy_version=policy_version)
     shutil.rmtree(scratch, ignore_errors=True)
     write_hf_checkpoint(scratch, tensors, {})
     return rollout.update_weights_from_disk(scratch, policy_version=policy_version)

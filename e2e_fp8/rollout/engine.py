@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +13,14 @@ import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
-from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
+from e2e_fp8.rollout.delivery import Deliveries, Delivery
+from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery, engine_layout, read_hf_config
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
+from e2e_fp8.rollout.rank_layout import rank_layout
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
+from e2e_fp8.rollout.weight_loading import InPlaceLoader, LiveParameters
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
-
-_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer type of each element size: tensors are moved as bytes, whatever they hold."""
 
 
 def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
@@ -104,6 +104,8 @@ class VllmEngine:
         self._requests = 0
         self._asleep = False
         self._thread = EngineThread()
+        self._shown: tuple[Any, tuple[ExportedTensor, ...]] = (None, ())
+        self.deliveries = Deliveries(self.layout, self.is_in_place)
         self._llm: Any = self._thread.run("start-up", max(cfg.rollout.timeout_s, 600.0), lambda: self._start(model_dir))
 
     def _start(self, model_dir: Path) -> Any:
@@ -127,7 +129,13 @@ class VllmEngine:
 
             llm.apply_model(capture_unquantized_cpu_routing)
         llm.init_weight_transfer_engine({"init_info": {}})
+        self._live = llm.apply_model(self._loader_of)[0]
         return llm
+
+    def _loader_of(self, model: torch.nn.Module) -> InPlaceLoader:
+        """Copies into those parameters of vLLM's model that have the checkpoint's layout."""
+        slots = [slot for slot in rank_layout(self.hf_config, 0, 1) if self.is_in_place(slot.slot)]
+        return InPlaceLoader(LiveParameters(model, {slot.slot.parameter for slot in slots}), slots)
 
     def _loader_args(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` that replace the usual ones."""
@@ -211,58 +219,48 @@ class VllmEngine:
             decode=self.decode,
         )
 
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
+    def update_weights(self, tensors: Iterable[ExportedTensor], *, policy_version: int) -> int:
         """Load a complete set of weights and reset the prefix cache; no copy through disk, no requantization. Returns the bytes copied.
 
-        Names, shapes and dtypes are compared with the model's before anything is written: EngineError otherwise. The tensors
-        are read on this call only, so the caller may change them afterwards.
+        Names, shapes and dtypes are compared with the model's before anything is written: EngineError otherwise. A tuple that comes
+        again and whose tensors lie where they lay costs no Python for each copy. The tensors are read on this call only, so the
+        caller may change their values afterwards.
         """
-        return self._write(self._checked(tensors), policy_version)
+        return self._write(self.deliveries.of(tensors), policy_version)
 
-    def _checked(self, tensors: Iterator[ExportedTensor]) -> dict[str, torch.Tensor]:
-        """The complete set by HF name. Raises EngineError when it is not exactly the model's."""
-        delivered: dict[str, torch.Tensor] = {}
-        for entry in tensors:
-            if entry.name in delivered:
-                raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
-            delivered[entry.name] = entry.tensor.detach()
-        check_delivery(self.layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in delivered.items()})
-        return delivered
-
-    def _write(self, delivered: dict[str, torch.Tensor], policy_version: int) -> int:
-        """Copy checked tensors, all of the model's or those of whole layers, into the engine; returns their bytes."""
+    def _write(self, delivery: Delivery, policy_version: int) -> int:
+        """Bring checked tensors, all of the model's or those of whole layers, into the engine; returns their bytes."""
         from e2e_fp8.rollout.weight_transfer import discard, post
 
-        if self._in_place:
-            self._update(lambda: self._copy_in_place(delivered), policy_version)
-        else:
-            token = post(list(delivered.items()))
-            try:
-                self._update(lambda: self._layerwise_reload({"token": token}), policy_version)
-            finally:
-                discard(token)
-        return sum(tensor.numel() * tensor.element_size() for tensor in delivered.values())
+        token = post(list(delivery.reloaded.items())) if delivery.reloaded else ""
 
-    @property
-    def _in_place(self) -> bool:
-        """Whether live parameters have the checkpoint's layout, so that a copy into them is the whole update.
+        def write() -> None:
+            self._copy_in_place(delivery)
+            if token:
+                self._layerwise_reload({"token": token})
 
-        True for block FP8 on Hopper, where vLLM's processing after loading changes nothing (the receipt checks it); the CPU
-        build repacks BF16 layers, and BF16 experts may be shuffled on a GPU.
+        try:
+            self._update(write, policy_version, reload=bool(token))
+        finally:
+            discard(token)
+        return delivery.num_bytes
+
+    def is_in_place(self, slot: TensorSlot) -> bool:
+        """Whether vLLM keeps this tensor as the checkpoint does, so that a copy into its parameter is the whole update.
+
+        True for FP8 codes and scales, and beside them for everything on Hopper, where vLLM's processing after loading changes
+        nothing (the receipt checks it); the CPU build repacks BF16 layers, and BF16 experts may be shuffled on a GPU.
         """
-        return self.device == "cuda" and "quantization_config" in self.hf_config
+        return slot.fp8 or self.covered == "all"
 
-    def _copy_in_place(self, delivered: dict[str, torch.Tensor]) -> None:
-        """Write every tensor into the engine's own storage: no allocation, addresses kept, CUDA graphs stay valid."""
-        parameters = self._parameters()
-        slots = [slot for slot in self.layout if slot.name in delivered]
-        targets = [slot.view(parameters) for slot in slots]
-        sources = [delivered[slot.name] for slot in slots]
-        for element_bytes in sorted({t.element_size() for t in targets}):
-            raw = _RAW_DTYPES[element_bytes]
-            chosen = [(t, s) for t, s in zip(targets, sources, strict=True) if t.element_size() == element_bytes]
-            torch._foreach_copy_([t.view(raw) for t, _ in chosen], [s.contiguous().view(raw) for _, s in chosen])  # pyright: ignore[reportPrivateImportUsage]
-        torch.cuda.synchronize()
+    def _copy_in_place(self, delivery: Delivery) -> None:
+        """Write into the engine's own storage: no allocation, addresses kept, CUDA graphs stay valid."""
+        if not delivery.settled:
+            self._live.forget()
+        self._live.start()
+        self._live.load(delivery.placed, reusable=delivery.settled)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def update_weights_from_disk(self, directory: Path, *, policy_version: int) -> int:
         """As :meth:`update_weights`, from the safetensors files of ``directory``."""
@@ -270,7 +268,7 @@ class VllmEngine:
 
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read_directory(directory)}
         check_delivery(self.layout, found)
-        self._update(lambda: self._layerwise_reload({"directory": str(directory)}), policy_version)
+        self._update(lambda: self._layerwise_reload({"directory": str(directory)}), policy_version, reload=True)
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in found.values())
 
     def _layerwise_reload(self, update_info: dict[str, str]) -> None:
@@ -279,8 +277,9 @@ class VllmEngine:
         self._llm.update_weights({"update_info": update_info})
         self._llm.finish_weight_update()
 
-    def _update(self, write: Callable[[], None], policy_version: int) -> None:
-        """Run ``write`` on the engine's thread and reset the prefix cache; until both are done the engine has no version.
+    def _update(self, write: Callable[[], None], policy_version: int, *, reload: bool) -> None:
+        """Run ``write``, which uses vLLM's reload if ``reload``, on the engine's thread and reset the prefix cache; until both are
+        done the engine has no version.
 
         A write that fails leaves a mix of two versions behind, so the engine refuses to generate until an update succeeds.
         """
@@ -291,7 +290,7 @@ class VllmEngine:
             try:
                 write()
             except Exception as error:
-                if not self._in_place:
+                if reload:
                     self._llm.apply_model(abandon_layerwise_reload)
                 raise EngineError(f"{torn} ({type(error).__name__}: {error}).") from error
             if not self._llm.reset_prefix_cache():
@@ -322,20 +321,17 @@ class VllmEngine:
     @property
     def covered(self) -> Literal["all", "fp8"]:
         """Which tensors :meth:`read_back` gives: all where the engine holds every one in the checkpoint's layout, else FP8 ones."""
-        return "all" if self._in_place else "fp8"
+        return "all" if self.device == "cuda" and "quantization_config" in self.hf_config else "fp8"
 
-    def read_back(self) -> Iterator[ExportedTensor]:
-        """The covered tensors of the live model under their HF names, as views of the engine's memory.
+    def read_back(self) -> tuple[ExportedTensor, ...]:
+        """The covered tensors of the live model under their HF names, as views of the engine's memory; the same tuple while none moves.
 
         Raises EngineError when vLLM holds one in another shape or dtype than delivered.
         """
-        parameters = self._thread.run("read-back", self.cfg.rollout.timeout_s, self._parameters)
-        for slot in self.layout:
-            if slot.fp8 or self.covered == "all":
-                yield ExportedTensor(name=slot.name, tensor=slot.view(parameters))
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return self._llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+        views = self._thread.run("read-back", self.cfg.rollout.timeout_s, self._live.views)
+        if self._shown[0] is not views:
+            self._shown = views, tuple(ExportedTensor(name=name, tensor=tensor) for name, tensor in views.items())
+        return self._shown[1]
 
     def close(self) -> None:
         """Shut the engine down and free its memory; a second call, or one on a dead engine, does nothing."""

@@ -1,9 +1,7 @@
-"""Which HF tensors a model consists of, and where vLLM keeps each of them.
+"""Where vLLM keeps each HF tensor, as views of its live parameters: the torch side of :mod:`e2e_fp8.layout.engine`.
 
-vLLM stacks ``q_proj``, ``k_proj`` and ``v_proj`` by rows into ``qkv_proj``, ``gate_proj`` and ``up_proj`` into
-``gate_up_proj``, and the experts into ``w13_weight`` ``[E, 2I, H]`` and ``w2_weight`` ``[E, H, I]``; block scales are
-stacked alike, one row of scales for 128 rows of weights. The layout is an explicit list, so that names, shapes and
-dtypes can be checked before a byte is written, and live bytes can be read back under their HF names.
+The layout says which rows of which parameter belong to which HF tensor, for any rank. Here every such place becomes a slot, so
+that names, shapes and dtypes can be checked before a byte is written, and live bytes can be read back under their HF names.
 """
 
 import json
@@ -15,12 +13,19 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.numerics.formats import TILE
+from e2e_fp8.layout import EngineParallel, Part, ShardedParameter, engine_shards
+from e2e_fp8.layout.engine import scale_name
+from e2e_fp8.layout.families import FP8_DTYPE, Fp8Predicate
+from e2e_fp8.layout.tiles import TILE, tiles, touched
+
+_DTYPES = {FP8_DTYPE: torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_FAMILIES = ("qwen3", "qwen3_moe")
+"""Those whose tensors vLLM has been seen to hold as the layout says, in runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlot:
-    """One HF tensor and its place in vLLM's parameters."""
+    """One HF tensor, or a rank's part of one, and its place in vLLM's parameters."""
 
     name: str
     """HF name, e.g. ``model.layers.0.mlp.experts.3.up_proj.weight_scale_inv``."""
@@ -53,19 +58,6 @@ class TensorSlot:
         return part
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One HF linear module: ``parameter`` is the vLLM prefix its tensors are appended to."""
-
-    module: str
-    rows: int
-    columns: int
-    parameter: str
-    separator: str = "."
-    expert: int | None = None
-    row: int = 0
-
-
 def read_hf_config(model_dir: Path) -> dict[str, Any]:
     """config.json of ``model_dir``. Raises EngineError when it is missing or of an unsupported architecture."""
     path = model_dir / "config.json"
@@ -77,94 +69,62 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
 
 
 def check_model_type(config: Mapping[str, Any], where: str) -> None:
-    """Raise EngineError, naming ``where`` it came from, for an architecture whose layout is not known."""
-    if config.get("model_type") not in ("qwen3", "qwen3_moe"):
-        raise EngineError(f"{where}: model_type {config.get('model_type')!r} is not supported; use qwen3 or qwen3_moe.")
+    """Raise EngineError, naming ``where`` it came from, for an architecture whose layout was never checked in a run."""
+    if config.get("model_type") not in _FAMILIES:
+        raise EngineError(f"{where}: model_type {config.get('model_type')!r} is not supported; use {' or '.join(_FAMILIES)}.")
 
 
-def _ceil_tiles(size: int) -> int:
-    return -(-size // TILE)
-
-
-def _attention(config: Mapping[str, Any], layer: str) -> list[_Linear]:
-    hidden, width = config["hidden_size"], config["head_dim"]
-    query, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    qkv = f"{layer}.self_attn.qkv_proj"
-    return [
-        _Linear(f"{layer}.self_attn.q_proj", query, hidden, qkv),
-        _Linear(f"{layer}.self_attn.k_proj", kv, hidden, qkv, row=query),
-        _Linear(f"{layer}.self_attn.v_proj", kv, hidden, qkv, row=query + kv),
-        _Linear(f"{layer}.self_attn.o_proj", hidden, query, f"{layer}.self_attn.o_proj"),
-    ]
-
-
-def _feed_forward(config: Mapping[str, Any], layer: str) -> list[_Linear]:
-    hidden = config["hidden_size"]
-    if config["model_type"] == "qwen3":
-        width, fused = config["intermediate_size"], f"{layer}.mlp.gate_up_proj"
-        return [
-            _Linear(f"{layer}.mlp.gate_proj", width, hidden, fused),
-            _Linear(f"{layer}.mlp.up_proj", width, hidden, fused, row=width),
-            _Linear(f"{layer}.mlp.down_proj", hidden, width, f"{layer}.mlp.down_proj"),
-        ]
-    width, experts = config["moe_intermediate_size"], f"{layer}.mlp.experts.routed_experts"
-    linears = [_Linear(f"{layer}.mlp.gate", config["num_experts"], hidden, f"{layer}.mlp.gate")]
-    for e in range(config["num_experts"]):
-        hf = f"{layer}.mlp.experts.{e}"
-        linears += [
-            _Linear(f"{hf}.gate_proj", width, hidden, f"{experts}.w13", "_", e),
-            _Linear(f"{hf}.up_proj", width, hidden, f"{experts}.w13", "_", e, width),
-            _Linear(f"{hf}.down_proj", hidden, width, f"{experts}.w2", "_", e),
-        ]
-    return linears
-
-
-def _linear_slots(linear: _Linear, fp8: bool) -> Iterator[TensorSlot]:
-    prefix = f"{linear.parameter}{linear.separator}"
-    yield TensorSlot(
-        name=f"{linear.module}.weight",
-        shape=(linear.rows, linear.columns),
-        dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
-        parameter=f"{prefix}weight",
-        expert=linear.expert,
-        row=linear.row,
-        fp8=fp8,
-    )
-    if fp8:
-        yield TensorSlot(
-            name=f"{linear.module}.weight_scale_inv",
-            shape=(_ceil_tiles(linear.rows), _ceil_tiles(linear.columns)),
-            dtype=torch.float32,
-            parameter=f"{prefix}weight_scale_inv",
-            expert=linear.expert,
-            row=_ceil_tiles(linear.row),
-            fp8=True,
-        )
-
-
-def _plain(name: str, *shape: int) -> TensorSlot:
-    return TensorSlot(name=name, shape=shape, dtype=torch.bfloat16, parameter=name)
+def fp8_modules(config: Mapping[str, Any]) -> Fp8Predicate:
+    """Which linear modules an engine with this config.json runs in FP8: none without ``quantization_config``, else those that it
+    does not list in ``modules_to_not_convert``."""
+    quantization = config.get("quantization_config")
+    skipped = frozenset((quantization or {}).get("modules_to_not_convert") or ())
+    return lambda module: quantization is not None and module not in skipped
 
 
 def engine_layout(config: Mapping[str, Any]) -> list[TensorSlot]:
-    """Every tensor of a model with this config.json, in the order of its layers.
+    """Every tensor of a model with this config.json, in the order of vLLM's parameters. Raises LayoutError for sizes that do not fit."""
+    return [slot for _, slot in rank_slots(config, EngineParallel(), 0)]
 
-    A linear layer is FP8 when ``quantization_config`` is present and does not list it in ``modules_to_not_convert``.
+
+def rank_slots(config: Mapping[str, Any], parallel: EngineParallel, rank: int) -> Iterator[tuple[tuple[int, ...], TensorSlot]]:
+    """(first index in each dimension of the whole HF tensor, slot) of everything that one rank holds.
+
+    Raises LayoutError for sizes that do not divide.
     """
-    quantization = config.get("quantization_config")
-    skipped = set(quantization.get("modules_to_not_convert") or ()) if quantization else set()
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    slots = [_plain("model.embed_tokens.weight", vocab, hidden)]
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        slots += [_plain(f"{layer}.{norm}.weight", hidden) for norm in ("input_layernorm", "post_attention_layernorm")]
-        slots += [_plain(f"{layer}.self_attn.{norm}.weight", config["head_dim"]) for norm in ("q_norm", "k_norm")]
-        for linear in _attention(config, layer) + _feed_forward(config, layer):
-            slots += _linear_slots(linear, fp8=quantization is not None and linear.module not in skipped)
-    slots.append(_plain("model.norm.weight", hidden))
-    if not config.get("tie_word_embeddings", False):
-        slots.append(_plain("lm_head.weight", vocab, hidden))
-    return slots
+    for parameter in engine_shards(config, parallel, rank, fp8=fp8_modules(config)):
+        for part in parameter.parts:
+            yield from _slots(parameter, part)
+
+
+def _slots(parameter: ShardedParameter, part: Part) -> Iterator[tuple[tuple[int, ...], TensorSlot]]:
+    start = tuple(span[0] for span in (part.rows, part.cols) if span is not None)
+    shape = tuple(span[1] - span[0] for span in (part.rows, part.cols) if span is not None)
+    yield (
+        start,
+        TensorSlot(
+            name=part.hf_name,
+            shape=shape,
+            dtype=_DTYPES[parameter.dtype],
+            parameter=parameter.name,
+            expert=part.expert,
+            row=part.row,
+            fp8=parameter.fp8,
+        ),
+    )
+    if parameter.fp8:
+        yield (
+            tuple(first // TILE for first in start),
+            TensorSlot(
+                name=scale_name(part.hf_name),
+                shape=tuple(touched(first, size) for first, size in zip(start, shape, strict=True)),
+                dtype=torch.float32,
+                parameter=scale_name(parameter.name),
+                expert=part.expert,
+                row=tiles(part.row),
+                fp8=True,
+            ),
+        )
 
 
 def check_delivery(layout: list[TensorSlot], delivered: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

@@ -15,15 +15,18 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.layout import EngineParallel
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
+from e2e_fp8.rollout.rank_filling import RankFiller
 from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveParameters, Loader
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
 from e2e_fp8.sync.direct import DirectReceiver
 from e2e_fp8.sync.engine_receipt import Part, PartTable, encode_digests
+from e2e_fp8.sync.rank_publisher import CHANNEL
 from e2e_fp8.sync.token import require_token_for_dev_routes
 
 
@@ -61,10 +64,12 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             # transformers writes this field under another name than it reads it
             self.hf_config["num_experts"] = hf_config.num_experts
         check_model_type(self.hf_config, str(self.model_config.model))
-        if self.parallel_config.pipeline_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
-            raise EngineError("Weight updates into pipeline- or expert-parallel rollout are not implemented: use tensor parallelism alone.")
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise EngineError("Weight updates into pipeline-parallel rollout are not implemented: use tensor or expert parallelism.")
         self.layout = engine_layout(self.hf_config)
-        self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size)
+        size, expert = self.parallel_config.tensor_parallel_size, self.parallel_config.enable_expert_parallel
+        self.parallel = EngineParallel(tensor=size, expert=expert)
+        self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), size, expert=expert)
         self.in_place = self.device.type == "cuda" and self.hf_config.get("quantization_config") is not None
         """Whether live parameters have the checkpoint's layout; elsewhere vLLM repacks them and its reload is used."""
         self.policy_version: int | None = self.hf_config.get(VERSION_KEY)
@@ -74,7 +79,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             self.refusal = "the rollout server has no weights yet: publish a policy version"
         self._parameters = LiveParameters(model)
         self._loader: Loader = InPlaceLoader(self._parameters, self.parts) if self.in_place else LayerwiseLoader(model, self.model_config)
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver | RankFiller | None = None
         self._channel = ""
         self._prepared: UpdateManifest | None = None
         self._manifest: UpdateManifest | None = None
@@ -88,8 +93,12 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._close_receiver()
         self._capture_routing()
         parallel = self.parallel_config
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        receiver = open_receiver(init_info.channel, init_info.parameters, rank=rank, device=self.device)
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        if init_info.channel == CHANNEL:
+            receiver = RankFiller(init_info.parameters, self.hf_config, self.parallel, rank, self.device)
+            receiver.look(self._live_now(), all_in_place=self.in_place)
+        else:
+            receiver = open_receiver(init_info.channel, init_info.parameters, rank=1 + rank, device=self.device)
         if isinstance(receiver, DirectReceiver) and self._prepared is not None:
             # Refused here, a malformed place leaves the old weights in service.
             receiver.expect(self._prepared)
@@ -134,6 +143,8 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         if self._manifest is None or self._receiver is None:
             raise EngineError("Weight update refused, nothing was written: call prepare_update and init_weight_transfer_engine first.")
         version = self._manifest.policy_version
+        if isinstance(self._receiver, RankFiller):
+            self._receiver.look(self._live_now(), all_in_place=self.in_place)
         self.policy_version = None
         self.refusal = f"the update to policy version {version} began and has not finished: its trainer must publish again"
         self._loader.start()
@@ -142,6 +153,10 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         manifest = self._manifest
         if manifest is None or self._receiver is None or update_info.manifest != manifest.digest:
             raise EngineError("Weights arrived that belong to no prepared update; publish again.")
+        if isinstance(self._receiver, RankFiller):
+            self._receiver.fill(int(update_info.update["turn"]), manifest.policy_version, self._loader)
+            self._pending.clear()
+            return
         for index, tensors in self._receiver.receive(update_info.update, manifest, self._loader.placed):
             if index not in self._pending:
                 raise EngineError(f"Bucket {index} of policy version {manifest.policy_version} came twice; publish again.")
@@ -170,7 +185,10 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         """Digest of every part this rank can show: all of them in place, else FP8 codes and scales, and arrivals of the rest.
 
         ``digests`` in the order of the ``PartTable`` whose digest is ``table``; ``parts``, the table, unless it is ``known``.
+        With the ``ranks`` transport instead ``pieces``, see :meth:`RankFiller.receipt`.
         """
+        if isinstance(self._receiver, RankFiller):
+            return {"pieces": self._receiver.receipt(self._live_now(), all_in_place=self.in_place)}
         slots = [slot for slot in self.parts if slot.slot.fp8 or self.in_place]
         parts = (*(slot.part for slot in slots), *self._arrived)
         if self._table.parts != parts:
@@ -179,11 +197,14 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         answer = {"table": self._table.digest, "digests": encode_digests(digests)}
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 
+    def _live_now(self) -> dict[str, torch.Tensor]:
+        """The model's parameters; a reload gives layers other ones, under other names too."""
+        return self._parameters.named() if self.in_place else dict(self.model.named_parameters())
+
     def _live(self, slots: list[RankSlot]) -> list[torch.Tensor]:
         """Views of the live parameters, the last ones while nothing has moved."""
         if not self.in_place:
-            # A reload gives layers other parameters, under other names too.
-            parameters = dict(self.model.named_parameters())
+            parameters = self._live_now()
             return [slot.live(parameters) for slot in slots]
         addresses = self._parameters.addresses()
         if self._shown[0] != addresses:

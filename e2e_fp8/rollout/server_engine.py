@@ -22,6 +22,7 @@ from e2e_fp8.rollout.environment import apply_environment, rollout_environment
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
 from e2e_fp8.rollout.server_process import ServerProcess, server_flags
 from e2e_fp8.sync.channels import WriteFolder
+from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
 from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
@@ -57,22 +58,32 @@ class ServerEngine:
         self.process = self._start(model_dir) if cfg.rollout.server_url is None else None
         try:
             url, token = (self.process.url, self.process.token) if self.process else (str(cfg.rollout.server_url), read_token())
-            self.publisher = WeightPublisher(
-                url,
-                token,
-                transport=cfg.sync.transport,
-                device=torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu"),
-                timeout_s=cfg.rollout.timeout_s,
-                max_bucket_bytes=cfg.sync.max_bucket_mib << 20,
-                ipc_buckets=cfg.sync.ipc_buckets or None,
-                folder=model_dir.parent / "sync",
-                write_folder=write_folder,
-            )
-            check_agreement(cfg, self.publisher.workers)
+            self.publisher: WeightPublisher | None = None
+            """Takes whole tensors; None with the ``ranks`` transport, where trainer ranks send their shares through :attr:`control`."""
+            if cfg.sync.transport == "ranks":
+                self.control = UpdateControl(url, token, timeout_s=cfg.rollout.timeout_s)
+            else:
+                self.publisher = self._whole_tensors(url, token, model_dir, write_folder)
+                self.control = self.publisher.control
+            check_agreement(cfg, self.control.workers)
         except BaseException:
             self.close()
             raise
         self._url, self._headers = url, {"Authorization": f"Bearer {token}"}
+
+    def _whole_tensors(self, url: str, token: str, model_dir: Path, write_folder: WriteFolder) -> WeightPublisher:
+        cfg = self.cfg
+        return WeightPublisher(
+            url,
+            token,
+            transport=cfg.sync.transport,
+            device=torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu"),
+            timeout_s=cfg.rollout.timeout_s,
+            max_bucket_bytes=cfg.sync.max_bucket_mib << 20,
+            ipc_buckets=cfg.sync.ipc_buckets or None,
+            folder=model_dir.parent / "sync",
+            write_folder=write_folder,
+        )
 
     def _start(self, model_dir: Path) -> ServerProcess:
         is_moe = self.hf_config["model_type"] == "qwen3_moe"
@@ -182,15 +193,22 @@ class ServerEngine:
 
         Raises EngineError when the server refuses or dies, ByteMismatchError when its bytes are not the given ones.
         """
+        publisher = self.publisher
+        if publisher is None:
+            raise EngineError("sync.transport is ranks, which takes no whole tensors: use orchestration.weight_sync.publish_weights.")
+        return self.delivered(lambda: publisher.publish(tensors, policy_version=policy_version, receipt=receipt), policy_version)
+
+    def delivered(self, deliver: Callable[[], PublishReport], policy_version: int) -> PublishReport:
+        """Run ``deliver``, which brings ``policy_version`` into the server, and serve that version from then on; its errors."""
         self.policy_version = None
         try:
-            report = self.publisher.publish(tensors, policy_version=policy_version, receipt=receipt)
+            report = deliver()
         except EngineError as error:
             if told := self._told():
                 raise EngineError(f"{error}{told}") from error
             # A refusal before anything was written leaves the old version in service.
             with suppress(EngineError):
-                self.policy_version = self.publisher.policy_version()
+                self.policy_version = self.control.policy_version()
             raise
         self.policy_version = policy_version
         return report
@@ -204,9 +222,11 @@ class ServerEngine:
 
     def close(self) -> None:
         """Release buffers and end the server that was started here; a server given by URL keeps running."""
-        publisher = getattr(self, "publisher", None)
-        if publisher is not None:
+        if publisher := getattr(self, "publisher", None):
             publisher.close()
+        elif control := getattr(self, "control", None):
+            control.close_channel()
+            control.client.close()
         if self.process is not None:
             self.process.close()
             self.process = None

@@ -1,6 +1,6 @@
 """The rollout engine over the trainer's own memory: the ``shared`` transport."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
+from e2e_fp8.rollout.delivery import SharedDeliveries
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.shared import Sharing
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
@@ -28,7 +29,7 @@ class SharedVllmEngine(VllmEngine):
     """A VllmEngine whose parameters are views of the trainer's storage wherever vLLM keeps them as the checkpoint does.
 
     What vLLM keeps in another form has its own memory and is copied at every update: on the CPU the BF16 linears that it repacks,
-    on both grounds a vocabulary that it pads. :attr:`sharing` lists them with reasons.
+    on both grounds a vocabulary that it pads. :attr:`sharing` lists them with reasons. :meth:`update_weights` copies these alone.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class SharedVllmEngine(VllmEngine):
         self.sharing = Sharing(views={}, reasons={})
         super().__init__(cfg, model_dir, eos_token_id, decode)
         views = self.sharing.views
-        self._addresses = {slot.name: slot.view(views).data_ptr() for slot in self.layout if slot.parameter in views}
-        self._copied = {slot.name for slot in self.sharing.copied_slots(self.layout)}
+        shared = {slot.name: slot.view(views).data_ptr() for slot in self.layout if slot.parameter in views}
+        copied = {slot.name for slot in self.sharing.copied_slots(self.layout)}
+        self.deliveries = SharedDeliveries(self.layout, self.is_in_place, shared, copied)
 
     def _loader_args(self) -> dict[str, Any]:
         from e2e_fp8.rollout.shared_loader import LOAD_FORMAT
@@ -86,26 +88,3 @@ class SharedVllmEngine(VllmEngine):
                 "share their weights: call update_weights first."
             )
         return super().generate(prompts, group_size=group_size, seed=seed)
-
-    def update_weights(self, tensors: Iterator[ExportedTensor], *, policy_version: int) -> int:
-        """Copy what is not shared, reset the prefix cache and take the version; returns the bytes copied.
-
-        Raises EngineError when a shared tensor has moved since the engine started.
-        """
-        own, moved, seen = {}, [], 0
-        for entry in tensors:
-            address = self._addresses.get(entry.name)
-            if address is None:
-                own[entry.name] = entry.tensor.detach()
-            elif entry.tensor.data_ptr() == address:
-                seen += 1
-            else:
-                moved.append(entry.name)
-        if moved:
-            raise EngineError(f"{len(moved)} shared tensors have moved in the trainer's memory, first {moved[:3]}; restart the engine.")
-        if own.keys() != self._copied or seen != len(self._addresses):
-            raise EngineError(
-                f"Weight update refused, nothing was written: {seen} of {len(self._addresses)} shared tensors and {len(own)} of "
-                f"{len(self._copied)} copied ones were given, and they have to be all, each once."
-            )
-        return self._write(own, policy_version)

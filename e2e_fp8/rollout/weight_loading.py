@@ -1,6 +1,6 @@
 """Two ways to bring received tensors into a live vLLM model: copies in place, or vLLM's layerwise reload."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,10 @@ class Loader(Protocol):
 
     def start(self) -> None: ...
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
-        """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again."""
+        """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again.
+
+        A rank may hold nothing of some of them: experts of other ranks, a vocabulary that ends before its rows.
+        """
         ...
 
     def placed(self, spec: TensorSpec) -> torch.Tensor | None:
@@ -35,14 +38,16 @@ class Loader(Protocol):
 class LiveParameters:
     """A model's parameters by name, found once, without missing those that vLLM puts in the place of others later."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, wanted: Collection[str] | None = None) -> None:
+        """``wanted``: names of those to look at; all by default."""
         self._owners: list[tuple[str, dict[str, Any], str]] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
+                full = f"{prefix}.{name}" if prefix else name
+                if parameter is not None and id(parameter) not in seen and (wanted is None or full in wanted):
                     seen.add(id(parameter))
-                    self._owners.append((f"{prefix}.{name}" if prefix else name, module._parameters, name))
+                    self._owners.append((full, module._parameters, name))
 
     def named(self) -> dict[str, torch.Tensor]:
         """As ``dict(model.named_parameters())`` now."""
@@ -75,19 +80,25 @@ class InPlaceLoader:
             self._live = {name: slot.live(named) for name, slot in self._slots.items()}
             self._plans, self._addresses = {}, addresses
 
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """HF name to this rank's part as a view of the live parameters; the same mapping while nothing has moved."""
+        self.start()
+        return self._live
+
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
         kept = self._plans.get(id(tensors))
         if kept is not None:
             kept[1].run()
             return
-        plan = CopyPlan((self._live[name], self._slots[name].part.of(tensor)) for name, tensor in tensors.items())
+        held = ((self._live[name], self._slots[name], tensor) for name, tensor in tensors.items() if name in self._slots)
+        plan = CopyPlan((live, slot.part.of(tensor)) for live, slot, tensor in held)
         if reusable:
             self._plans[id(tensors)] = tensors, plan
         plan.run()
 
     def placed(self, spec: TensorSpec) -> torch.Tensor | None:
-        live = self._live[spec.name]
-        return live if tuple(live.shape) == spec.shape and live.is_contiguous() else None
+        live = self._live.get(spec.name)
+        return live if live is not None and tuple(live.shape) == spec.shape and live.is_contiguous() else None
 
     def finish(self) -> None:
         """Everything is in place."""

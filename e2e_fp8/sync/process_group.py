@@ -116,7 +116,15 @@ class BroadcastGroup:
 
 
 class PairGroup(BroadcastGroup):
-    """Messages between any two ranks, and one agreement of all."""
+    """Messages between any two ranks, one agreement of all, and notes that rank 0 looks for."""
+
+    def note(self, name: str) -> None:
+        """Leave a note for the others; seen at once, whatever messages are under way."""
+        self._store.set(name, "1")
+
+    def has_notes(self, names: list[str]) -> bool:
+        """Whether all these notes were left."""
+        return self._store.check(names)
 
     def send(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start sending ``buffer`` (uint8) to ``rank``; call the result before the buffer is written again."""

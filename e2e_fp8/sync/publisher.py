@@ -5,7 +5,6 @@ publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unle
 """
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,21 +17,15 @@ import torch
 
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
 from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
-from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep, plan_update
+from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
+from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
-from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.types import ExportedTensor
 
 _UNCUT_BYTES = 1 << 62
-_CLOSE_S = 10.0
-"""A server that hangs must not keep the trainer from ending."""
-
-
-class _UnpreparedError(EngineError):
-    """The server knows neither the announced tensors nor this trainer's channel; nothing was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +95,8 @@ class WeightPublisher:
             raise ConfigError(f"Weight transport {transport!r} does not exist: use one of {', '.join(TRANSPORTS)}.")
         if transport == "disk" and (folder is None or write_folder is None):
             raise ConfigError("The disk transport needs a folder and a function that writes a checkpoint: give folder and write_folder.")
-        self.client = ServerClient(url, token, timeout_s=timeout_s)
-        self.workers = self.client.collective("describe_worker")
-        """What each engine rank says of itself; see ``WorkerExtension.describe_worker``."""
+        self.control = UpdateControl(url, token, timeout_s=timeout_s)
+        self.client, self.workers = self.control.client, self.control.workers
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._transport = device, transport
@@ -116,7 +108,6 @@ class WeightPublisher:
         self._open = self._opener(transport, direct, host, timeout_s, folder, write_folder)
         self._sender: Sender | None = None
         self._planned_last: tuple[tuple, UpdateManifest] | None = None
-        self._prepared, self._channel = "", ""
         self._tables: dict[str, PartTable] = {}
         self._receipts: RankReceipts | None = None
 
@@ -160,11 +151,11 @@ class WeightPublisher:
         try:
             try:
                 self._deliver(manifest, named, in_flight, clock)
-            except _UnpreparedError:
+            except UnpreparedError:
                 # The server was started again, or another trainer published to it, since the last update.
                 self._forget()
                 with suppress(EngineError):
-                    self.client.post("/resume")
+                    self.control.resume()
                 self._deliver(manifest, named, in_flight, clock)
             delivered = clock.total()
             proof = self._receipt(named, policy_version, clock) if receipt else None
@@ -172,7 +163,7 @@ class WeightPublisher:
             self._forget()
             raise
         compared = clock.total()
-        self.client.post("/resume")
+        self.control.resume()
         clock.mark("resume")
         return PublishReport(
             policy_version=policy_version,
@@ -192,38 +183,20 @@ class WeightPublisher:
         return self._planned_last[1].at_version(policy_version)
 
     def _deliver(self, manifest: UpdateManifest, tensors: dict[str, torch.Tensor], in_flight: str, clock: PhaseClock) -> None:
-        if self._prepared != manifest.layout_digest:
-            prepared = self.client.collective("prepare_update", manifest.to_json())
-            if not all(rank["has_channel"] for rank in prepared):
-                self._forget()
-            self._prepared = manifest.layout_digest
+        if not self.control.prepare(manifest):
+            self._drop_sender()
         clock.mark("prepare")
         sender = self._sender = self._sender or self._open()
-        sender.open(manifest, tensors, self._init_channel)
+        sender.open(manifest, tensors, self.control.open_channel)
         clock.mark("open")
         sender.stage(manifest, tensors)
         clock.mark("stage")
 
         def announce(update: dict[str, Any], *, first: bool, last: bool) -> None:
-            step = UpdateStep(
-                layout=manifest.layout_digest,
-                policy_version=manifest.policy_version,
-                channel=self._channel,
-                begin=first,
-                update=update,
-                finish=last,
-            )
-            ranks = self.client.collective("weight_update", step.to_json(), pause=in_flight if first else None)
-            if any(rank.get("unprepared") for rank in ranks):
-                raise _UnpreparedError("The rollout server does not know this update; publish again.")
-            clock.add("send: engine copies", max(rank["seconds"] for rank in ranks))
+            clock.add("send: engine copies", self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight))
 
         sender.send(manifest, tensors, announce)
         clock.mark("send")
-
-    def _init_channel(self, init_info: dict[str, Any]) -> None:
-        self._channel = secrets.token_hex(8)
-        self.client.post("/init_weight_transfer_engine", {"init_info": {**init_info, "id": self._channel}})
 
     def _receipt(self, tensors: dict[str, torch.Tensor], policy_version: int, clock: PhaseClock) -> Manifest:
         known = json.dumps(sorted(self._tables))
@@ -248,34 +221,30 @@ class WeightPublisher:
         try:
             proof = self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
         except ByteMismatchError:
-            self.client.collective("refuse_generation", f"the receipt of policy version {policy_version} failed")
+            self.control.refuse(f"the receipt of policy version {policy_version} failed")
             raise
         clock.mark("receipt: compare")
         return proof
 
     def _forget(self) -> None:
         """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""
-        self._prepared = ""
+        self.control.forget()
+        self._drop_sender()
+
+    def _drop_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def policy_version(self) -> int | None:
-        """Version that every engine rank serves, or None while it serves none.
-
-        Raises EngineError when ranks disagree.
-        """
-        versions = {state["policy_version"] for state in self.client.collective("weight_state")}
-        if len(versions) > 1:
-            raise EngineError(f"The ranks of {self.client.url} hold policy versions {sorted(map(str, versions))}; publish again.")
-        return versions.pop()
+        """See :meth:`UpdateControl.policy_version`."""
+        return self.control.policy_version()
 
     def close(self) -> None:
         """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
         if self._sender is not None:
             # Memory that the engine has open is not free for the trainer.
-            with suppress(EngineError):
-                self.client.collective("close_channel", self._channel, timeout_s=_CLOSE_S)
+            self.control.close_channel()
         self._forget()
         self.client.close()
 

@@ -29,6 +29,16 @@ class Piece:
     """Block scales ``[tile rows, tile cols]``, float32, for FP8; None otherwise."""
 
 
+def piece_names(copy: Copy) -> Iterator[str]:
+    """What a receipt calls the weights of ``copy`` and, under FP8, its scales: ``parameter[expert][rows,columns]``."""
+    expert = "" if copy.expert is None else f"[{copy.expert}]"
+    forms = [(copy.target, copy.target_row, copy.target_col, copy.rows, copy.cols)]
+    if copy.fp8:
+        forms.append((scale_name(copy.target), *copy.tiles[2:]))
+    for name, row, col, rows, cols in forms:
+        yield f"{name}{expert}[{row}:{row + rows},{col}:{col + cols}]"
+
+
 def outgoing(
     copies: Iterable[Copy], tensors: Sequence[Mapping[str, torch.Tensor]], scales: Sequence[Mapping[str, torch.Tensor]]
 ) -> Iterator[Piece]:

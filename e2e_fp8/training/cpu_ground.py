@@ -136,6 +136,11 @@ class CpuGround:
         quantized = self._linear_of[id(parameter)].quantized_weight
         return quantized.codes, quantized.scale_inv
 
+    def fp8_addresses(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """Where those two lie."""
+        quantized = self._linear_of[id(parameter)].quantized_weight
+        return quantized.codes.data_ptr(), quantized.scale_inv.data_ptr()
+
     def rng_state(self) -> dict[str, torch.Tensor]:
         """torch's CPU generator."""
         return {"torch": torch.get_rng_state()}

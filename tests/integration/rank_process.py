@@ -6,7 +6,8 @@
 The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
 for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
 tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
-in messages of ``max_bytes``; ``victim``, the rank that is killed after two of them.
+in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows;
+``victim``, the rank that is killed after two of them.
 """
 
 import json
@@ -36,7 +37,8 @@ from e2e_fp8.layout.engine import scale_name
 from e2e_fp8.layout.plan import Plan
 from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.orchestration.weight_sync import exported_tensors
+from e2e_fp8.orchestration.weight_sync import exported_tensors, rank_publisher
+from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.point_to_point import receive, send, transfer_plan
 from e2e_fp8.sync.process_group import PairGroup
 from e2e_fp8.sync.publisher import WeightPublisher
@@ -102,6 +104,8 @@ def main(case: dict, out: Path) -> None:
         save_file(gathered, out / "gathered.safetensors")
         for server in case.get("publish", ()):
             publish(gathered, **server)
+    for server in case.get("publish_ranks", ()):
+        publish_from_ranks(engine, cfg, out, **server)
     if case.get("engines"):
         send_to_engines(engine, cfg, case, out)
     if case["steps"]:
@@ -122,6 +126,23 @@ def publish(tensors: dict[str, torch.Tensor], url: str, token_file: str, policy_
     publisher = WeightPublisher(url, Path(token_file).read_text(), transport="ipc", device=torch.device("cpu"), max_bucket_bytes=256 << 10)
     report = publisher.publish((ExportedTensor(name=n, tensor=t) for n, t in tensors.items()), policy_version=policy_version)
     assert report.receipt is not None
+    publisher.close()
+
+
+def publish_from_ranks(engine: MegatronEngine, cfg: Config, out: Path, url: str, token_file: str, size: int, versions: list[int]) -> None:
+    """Every rank sends its own rows into a server of ``size`` ranks; raises unless every piece arrived everywhere."""
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"tensor_parallel": size, "timeout_s": 60.0})})
+    control = UpdateControl(url, Path(token_file).read_text(), timeout_s=60) if engine.rank == 0 else None
+    publisher = rank_publisher(engine, cfg, control)
+    publisher._max_bytes = 256 << 10
+    tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(engine.rank))
+    with LargestAllocation() as seen:
+        for version in versions:
+            report = publisher.publish(tensors, scales, policy_version=version)
+            assert report.receipt is not None
+    (out / f"published-{size}-{engine.rank}.json").write_text(
+        json.dumps({"bytes": report.num_bytes, "digest": report.receipt.combined, "largest_allocation": seen.largest})
+    )
     publisher.close()
 
 

@@ -10,13 +10,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights, start_server
+from rollout_engine_process import hf_config
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import ByteMismatchError, EngineError, LayoutError
+from e2e_fp8.layout import EngineParallel, MegatronParallel, hf_tensors, megatron_shards
+from e2e_fp8.layout.plan import Plan
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.channels import policy_folder
+from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.http_client import ServerClient
+from e2e_fp8.sync.point_to_point import send
 from e2e_fp8.sync.publisher import WeightPublisher
+from e2e_fp8.sync.rank_publisher import RankPublisher
 
 CFG = case_config()
 FIRST, SECOND = random_weights(CFG, 11), random_weights(CFG, 12)
@@ -63,6 +70,61 @@ def test_delivered_bytes_are_live_and_generation_follows(served, transport):
         assert sum(s for phase, s in report.phases.items() if phase in SYNC_PHASES) == pytest.approx(report.seconds)
     assert answers[0] == answers[2] != answers[1]
     publisher.close()
+
+
+def own_shares(weights: dict[str, torch.Tensor]):
+    """(tensors, scales) of a trainer of one rank, by Megatron's names, and its publisher's plan and list of tensors."""
+    config = hf_config(CFG)
+    predicate = QuantizationPlan.from_config(CFG).is_fp8
+    tensors, scales = {}, {}
+    for shard in megatron_shards(config, MegatronParallel(), 0, qkv_order="engine", spec="local", fp8=predicate):
+        sources = dict.fromkeys(part.hf_name for part in shard.parts)
+        raw = [weights[name].view(torch.uint8) if shard.fp8 else weights[name] for name in sources]
+        tensors[shard.name] = torch.cat(raw).view(weights[next(iter(sources))].dtype)
+        if shard.fp8:
+            scales[shard.name] = torch.cat([weights[f"{name}_scale_inv"] for name in sources])
+    plan = Plan.from_config(config, MegatronParallel(), EngineParallel(), qkv_order="engine", spec="local", fp8=predicate)
+    return [tensors], [scales], plan, list(hf_tensors(config, predicate))
+
+
+def test_rows_of_a_trainer_rank_go_straight_into_the_engine(served, monkeypatch):
+    served.publish("ipc", FIRST, 4)
+    answers = [generate(served.client)]
+    control = UpdateControl(served.process.url, served.process.token, timeout_s=60)
+    _, _, plan, listed = own_shares(FIRST)
+    publisher = RankPublisher(control, plan, listed, rank=0, device=torch.device("cpu"), timeout_s=60, max_bytes=256 << 10)
+    for version, weights in ((5, SECOND), (6, FIRST)):
+        tensors, scales, _, _ = own_shares(weights)
+        report = publisher.publish(tensors, scales, policy_version=version)
+        assert report.receipt is not None
+        assert report.num_bytes == sum(t.nbytes for t in weights.values())
+        assert served.versions() == [version]
+        assert_live(served, weights)
+        answers.append(generate(served.client))
+    assert answers[0] == answers[2] != answers[1]
+    # another trainer publishes meanwhile: noticed before anything is sent, and prepared once more
+    served.publish("nccl", SECOND, 7)
+    publisher.publish(tensors, scales, policy_version=8)
+    assert_live(served, FIRST)
+    name = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+
+    def sent_then_changed(*args, **kwargs):
+        sent = send(*args, **kwargs)
+        tensors[0][name].view(torch.uint8)[5, 7] ^= 1
+        return sent
+
+    monkeypatch.setattr("e2e_fp8.sync.rank_publisher.send", sent_then_changed)
+    with pytest.raises(ByteMismatchError, match=r"1 pieces .* model.layers.1.mlp.experts.routed_experts.w13_weight\[2\]\[0:\d+,0:\d+\]@0"):
+        publisher.publish(tensors, scales, policy_version=9)
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="the receipt of policy version 9 failed"):
+        served.client.post("/resume")
+    tensors[0][name] = tensors[0][name][:-1]
+    with pytest.raises(LayoutError, match="A tensor has shape"):
+        publisher.publish(tensors, scales, policy_version=10)
+    served.publish("ipc", FIRST, 11)
+    publisher.close()
+    assert generate(served.client) == answers[0]
 
 
 def test_a_settled_sync_is_one_call_and_its_receipt_another(served):

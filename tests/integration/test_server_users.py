@@ -38,7 +38,7 @@ def teach_and_serve(tmp_path, device: str) -> None:
     finally:
         server.close()
     assert [state["policy_version"] for state in versions] == [2]
-    lesson, before, after = (json.loads(text) for text in re.findall(r"\[[\d, ]+\]", done.stdout))
+    lesson, before, _, after = (json.loads(text) for text in re.findall(r"\[[\d, ]+\]", done.stdout))
     assert before != lesson
     assert after == lesson
     digests = re.findall(r"receipt of (\d+) tensors (\w+)", done.stdout)

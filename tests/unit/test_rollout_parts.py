@@ -25,6 +25,7 @@ MOE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 128,
+    "intermediate_size": 512,
     "moe_intermediate_size": 384,
     "num_experts": 3,
     "vocab_size": 96,

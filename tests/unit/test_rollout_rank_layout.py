@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.fused_reference import fused_fp8
 
-from e2e_fp8.errors import ByteMismatchError, EngineError
+from e2e_fp8.errors import ByteMismatchError, LayoutError
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.engine_layout import engine_layout
 from e2e_fp8.rollout.rank_layout import rank_layout
@@ -124,12 +124,12 @@ def test_parts_fill_the_ranks_as_the_reference_does(case, seed):
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({"tiles": 6}, 4, "moe_intermediate_size 192, no multiple of 128"),
-        ({"groups": 3, "per_group": 1}, 2, "3 query heads, 3 key-value heads"),
-        ({"tiles": 3, "groups": 1, "per_group": 2}, 2, "moe_intermediate_size 192"),
+        ({"tiles": 6}, 4, r"w13_weight: vLLM refuses experts of 192 rows a rank \(not a multiple of 128\)"),
+        ({"groups": 3, "per_group": 1}, 2, "Tensor size 2 neither divides nor is a multiple of the 3 key-value heads"),
+        ({"tiles": 3, "groups": 1, "per_group": 2}, 2, "experts of 192 rows"),
     ],
 )
 def test_sizes_that_cut_heads_or_tiles_are_refused(changes, size, message):
     sizes = {"groups": 4, "per_group": 2, "tiles": 4, "experts": 2, "vocab": 100, "hidden_tiles": 1, "head_tiles": 1}
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(LayoutError, match=message):
         rank_layout(config_of("qwen3_moe", **sizes | changes), 0, size)
