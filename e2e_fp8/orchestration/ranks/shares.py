@@ -55,18 +55,14 @@ def whole_masters(store: CheckpointStore, step: int, state: Mapping[str, Any], c
     layouts = [megatron_shards(hf_config, grid.layout, rank, qkv_order=QKV_ORDER, spec="local") for rank in range(grid.world)]
     whole = {tensor.name: torch.empty(tensor.shape) for tensor in hf_tensors(hf_config, lambda _: False)}
     written = dict.fromkeys(whole, 0)
-    for entry, parameter in _joined(shares, layouts):
-        row = 0
+    for entry, master, known in _joined(shares, layouts):
         for part in entry.parts:
-            target = whole[part.hf_name][part.index]
-            target.copy_(parameter[row : row + target.shape[0]])
-            written[part.hf_name] += target.numel()
-            row += target.shape[0]
+            rows = slice(part.row, part.row + part.rows[1] - part.rows[0])
+            whole[part.hf_name][part.index] = master[rows]
+            written[part.hf_name] += int(known[rows].sum())
     short = [name for name, count in written.items() if count != whole[name].numel()]
     if short:
-        raise CheckpointError(
-            f"The shares of the checkpoint of step {step} do not make up {short[:3]} ({len(short)} tensors) exactly once."
-        )
+        raise CheckpointError(f"The shares of the checkpoint of step {step} do not make up {', '.join(short[:3])} ({len(short)} tensors).")
     return whole
 
 
