@@ -25,6 +25,10 @@ class EngineError(UserError):
     """The rollout engine died, hangs, or refuses what was asked."""
 
 
+class RankError(UserError):
+    """A rank of the trainer ended, or cannot be reached."""
+
+
 class LayoutError(UserError):
     """The bytes of one side cannot be laid out, or cannot pass, as the other side needs them."""
 

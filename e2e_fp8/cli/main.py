@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A UserError prints its message alone; any other exception is a bug and propagates."""
     # read when torch is first imported; its C++ warnings name nothing a user can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if _is_follower(words):
+        from e2e_fp8.orchestration.ranks.entry import follow
+
+        return follow()
+    args = build_parser().parse_args(words)
     try:
         return args.command(args)
     except UserError as err:
@@ -47,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("e2e-fp8: interrupted; if the run has a checkpoint, e2e-fp8 train CONFIG --resume continues from it.", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _is_follower(words: Sequence[str]) -> bool:
+    """Whether this is rank 1 or above of ``train``: it takes its configuration from rank 0, which alone reads the command line."""
+    trains = words[:1] == ["train"] and not {"-h", "--help"} & {*words}
+    return trains and os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -188,8 +199,18 @@ def _train(args: argparse.Namespace) -> int:
 
     cfg = prepare(cfg)
     from e2e_fp8.orchestration.loop import train
+    from e2e_fp8.orchestration.ranks.meeting import is_first_to_tell
 
-    print(train(cfg))
+    try:
+        print(train(cfg))
+    except UserError:
+        if is_first_to_tell():
+            raise
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        # the others are not to wonder where rank 0 went
+        is_first_to_tell()
+        raise
     return EXIT_OK
 
 

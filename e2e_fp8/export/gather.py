@@ -101,6 +101,37 @@ def gather_hf(
                 yield ExportedTensor(name=tensor.name + suffix, tensor=whole)
 
 
+def held_pieces(
+    weights: Iterable[NamedWeight], tensors: Sequence[HfTensor], layout: Sequence[ShardedParameter], rank: int
+) -> Iterator[ExportedTensor]:
+    """Every rectangle that ``rank`` holds, also those that others hold too, named by its place (``NAME[0:128, 0:256]``); its own memory.
+
+    What of :func:`gather_hf` lies in the same place has to have the same bytes, see :func:`pieces_of`.
+    """
+    held, shapes = {name: (weight, scale_inv) for name, weight, scale_inv in weights}, {tensor.name: tensor for tensor in tensors}
+    for entry in layout:
+        for part in entry.parts:
+            source = _source(rank, entry, part, shapes[part.hf_name])
+            weight, scale_inv = held[source.parameter]
+            yield ExportedTensor(name=piece_name(part.hf_name, source.there), tensor=weight[source.here])
+            if scale_inv is not None:
+                here, there = (tuple(_tiles(s) for s in area) for area in (source.here, source.there))
+                yield ExportedTensor(name=piece_name(f"{part.hf_name}_scale_inv", there), tensor=scale_inv[here])
+
+
+def pieces_of(whole: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[ExportedTensor]:
+    """The rectangles of whole tensors that :func:`held_pieces` named, as views."""
+    for name in names:
+        tensor, _, place = name[:-1].partition("[")
+        area = tuple(slice(*map(int, span.split(":"))) for span in place.split(", "))
+        yield ExportedTensor(name=name, tensor=whole[tensor][area])
+
+
+def piece_name(tensor: str, area: _Rectangle) -> str:
+    """A rectangle by tensor and place."""
+    return f"{tensor}[{', '.join(f'{span.start}:{span.stop}' for span in area)}]"
+
+
 def _move(held: Mapping[str, tuple], source: Source, scales: bool, whole: torch.Tensor | None, rank: int, root: int) -> None:
     if rank not in (source.rank, root):
         return

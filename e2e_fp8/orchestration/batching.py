@@ -1,7 +1,8 @@
 """Sequences to packed micro-batches and back.
 
 Packing is next-fit in sample order, so that the order of sequences over the list of micro-batches is the order of the samples and
-the same samples always give the same micro-batches.
+the same samples always give the same micro-batches. For several data-parallel ranks there are as many micro-batches for each, of
+sizes as equal as whole sequences in that order allow.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,22 @@ def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
     return bins
 
 
+def _bins_for(rows: Sequence[_Row], max_tokens: int, shares: int) -> list[list[_Row]]:
+    """:func:`_bins`, for ``shares`` ranks above 1 with the smallest limit that still needs no more bins than a multiple of them."""
+    bins = _bins(rows, max_tokens)
+    if shares == 1 or not bins:
+        return bins
+    wanted = -(-len(bins) // shares) * shares
+    low, high = max(len(row.tokens) for row in rows), max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_bins(rows, middle)) <= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return _bins(rows, low)
+
+
 def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
     tokens: list[int] = []
     targets: list[int] = []
@@ -90,9 +107,9 @@ def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
 
 
 def pack_samples(
-    samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str
+    samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str, shares: int = 1
 ) -> list[PackedBatch]:
-    """Micro-batches of whole sequences, in sample order.
+    """Micro-batches of whole sequences, in sample order, for ``shares`` data-parallel ranks.
 
     Raises:
         DataError: one sequence is longer than ``max_tokens``, or a prompt has no tokens; names the prompt.
@@ -109,11 +126,17 @@ def pack_samples(
         )
         for s, a in zip(samples, advantages_N, strict=True)
     ]
-    return [_pack(rows_of_bin, device) for rows_of_bin in _bins(rows, max_tokens)]
+    return [_pack(rows_of_bin, device) for rows_of_bin in _bins_for(rows, max_tokens, shares)]
 
 
 def pack_supervised(
-    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, eos_token_id: int, max_tokens: int, device: torch.device | str
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    *,
+    eos_token_id: int,
+    max_tokens: int,
+    device: torch.device | str,
+    shares: int = 1,
 ) -> list[PackedBatch]:
     """Micro-batches of prompt, answer tokens and end-of-sequence; the answer and the end are trained.
 
@@ -130,7 +153,7 @@ def pack_supervised(
         )
         for p, answer in zip(prompts, answers, strict=True)
     ]
-    return [_pack(rows_of_bin, device) for rows_of_bin in _bins(rows, max_tokens)]
+    return [_pack(rows_of_bin, device) for rows_of_bin in _bins_for(rows, max_tokens, shares)]
 
 
 def with_old_log_probs(batch: PackedBatch, log_probs_T: torch.Tensor) -> PackedBatch:

@@ -96,6 +96,18 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def seed_generators(seed: int) -> None:
+    """Global generators of the process, seeded once all imports are done: some libraries seed them from the clock."""
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _commit() -> str:
     """Commit of the working tree this package runs from, ``+`` when it has changes; ``unknown`` outside a checkout."""
     here = Path(__file__).resolve().parent

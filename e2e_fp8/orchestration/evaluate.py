@@ -7,6 +7,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.observability.names import PASS_AT_K
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.data_order import generation_seed
+from e2e_fp8.orchestration.ranks.shares import on_one_rank
 from e2e_fp8.orchestration.run_folder import load_run_config
 from e2e_fp8.orchestration.session import Session, open_session
 from e2e_fp8.tasks.pass_at_k import mean_pass_at_k
@@ -50,11 +51,10 @@ def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) 
     import tempfile
 
     with tempfile.TemporaryDirectory() as scratch:
-        session = open_session(cfg, Path(scratch) / "model")
+        session = open_session(on_one_rank(cfg) if run_dir else cfg, Path(scratch) / "model")
         try:
             if run_dir is not None:
-                store = CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
-                session.trainer.load_state_dict(store.load_latest()["trainer"], weights_only=True)
+                session.load_weights(CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints))
             session.sync()
             scored = held_out_samples(session, samples_per_prompt)
         finally:

@@ -10,6 +10,7 @@ from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.environment import on_any_ground, prepare
+from e2e_fp8.orchestration.ranks.shares import on_one_rank
 from e2e_fp8.orchestration.run_folder import load_run_config
 from e2e_fp8.orchestration.session import hf_config_of, open_session
 from e2e_fp8.orchestration.weight_sync import exported_tensors
@@ -25,10 +26,10 @@ def export(run_dir: Path, out: Path, precision: Literal["fp8", "bf16"]) -> Path:
     cfg = prepare(on_any_ground(load_run_config(run_dir)))
     if precision == "fp8" and cfg.numerics.rollout_precision != "fp8":
         raise ConfigError(f"{run_dir} rolled out in BF16, so it has no FP8 bytes to export; use --precision bf16.")
-    state = CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints).load_latest()
+    store = CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
     with tempfile.TemporaryDirectory() as scratch:
-        session = open_session(cfg, Path(scratch) / "model")
-        session.trainer.load_state_dict(state["trainer"], weights_only=True)
+        session = open_session(on_one_rank(cfg), Path(scratch) / "model")
+        session.load_weights(store)
         if precision == "fp8":
             tensors = exported_tensors(session.trainer, session.cfg)
             quantization = QuantizationPlan.from_config(cfg).hf_quantization_config(cfg.model)

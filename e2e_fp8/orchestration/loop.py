@@ -1,4 +1,4 @@
-"""The loop, synchronous and in one process.
+"""The loop, synchronous, driven by one process; a trainer of several ranks looks like one engine to it (``orchestration.ranks``).
 
     task prompts -> VllmEngine.generate -> verifier -> group advantages
          ^                                                   |
@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import CheckpointError, ConfigError, StorageError, UserError
+from e2e_fp8.errors import CheckpointError, ConfigError, RankError, StorageError, UserError
 from e2e_fp8.observability.health import HealthWatch
 from e2e_fp8.observability.history import read_records
 from e2e_fp8.observability.metrics import truncate_jsonl
@@ -65,7 +65,7 @@ class Run:
     def __init__(self, cfg: Config) -> None:
         self.folder = RunFolder(cfg)
         self.started = time.perf_counter()
-        self.session: Session = open_session(cfg, self.folder.model_dir)
+        self.session: Session = open_session(cfg, self.folder.model_dir, drives_ranks=True)
         self.cfg = self.session.cfg
         self.store = CheckpointStore(self.folder.checkpoints, keep=cfg.run.keep_checkpoints)
         self.receipts = ReceiptLog(self.folder.root)
@@ -96,13 +96,11 @@ class Run:
 
     def _resume(self) -> None:
         state = self.store.load_latest()
-        self.session.trainer.load_state_dict(state["trainer"])
         self.global_step = int(state["global_step"])
+        self.session.restore(state, self.store, self.global_step)
         self.seconds_before = float(state["seconds"])
         if self.session.task.curriculum is not None:
             self.session.task.curriculum.load_state_dict(state["curriculum"])
-        if state.get("reference") is not None:
-            self.session.make_reference(state["reference"])
         self._rewind(self.global_step)
 
     def _rewind(self, step: int) -> None:
@@ -118,6 +116,7 @@ class Run:
             ("model", old.model, self.cfg.model),
             ("numerics", old.numerics, self.cfg.numerics),
             ("task", old.task, self.cfg.task),
+            ("training.parallel", old.training.parallel, self.cfg.training.parallel),
             ("training.warm_start", old.training.warm_start, self.cfg.training.warm_start),
             ("run.seed", old.run.seed, self.cfg.run.seed),
             ("run.backend", old.run.backend, self.cfg.run.backend),
@@ -143,16 +142,10 @@ class Run:
         if self.global_step in self.store.steps():
             return
         started = time.perf_counter()
-        state: dict[str, Any] = {
-            "trainer": self.session.trainer.state_dict(),
-            "global_step": self.global_step,
-            "seconds": self._seconds(),
-        }
+        state: dict[str, Any] = self.session.state_dict() | {"global_step": self.global_step, "seconds": self._seconds()}
         if self.session.task.curriculum is not None:
             state["curriculum"] = self.session.task.curriculum.state_dict()
-        if self.session.reference is not None:
-            state["reference"] = self.session.reference.state_dict()
-        self.store.save(self.global_step, state)
+        self.store.save(self.global_step, state, self.session.write_shares)
         self.checkpoint_seconds = time.perf_counter() - started
         self.receipts.keep(self.store.steps())
 
@@ -170,7 +163,7 @@ class Run:
         """Warm start, then RL, with evaluation and checkpoints."""
         warm_start(self.session, self.global_step, self._on_warm_step)
         if self.cfg.objective.kl_coef > 0 and self.session.reference is None:
-            self.session.make_reference(self.session.trainer.state_dict())
+            self.session.make_reference()
         first = self.global_step - self.warm_steps
         self.progress.note("starting the rollout engine")
         self._record_sync(self.session.sync(), self.global_step)
@@ -225,7 +218,7 @@ class Run:
     def save_after(self, error: UserError) -> None:
         """Keep the steps done so far when one fails before it changed the weights."""
         same_weights = self.session.trainer.policy_version == self.boundary_version
-        if same_weights and self.global_step and not isinstance(error, CheckpointError | StorageError):
+        if same_weights and self.global_step and not isinstance(error, CheckpointError | StorageError | RankError):
             self.checkpoint()
 
     def report(self) -> None:

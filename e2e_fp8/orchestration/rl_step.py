@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from e2e_fp8.correction.apply import correct
-from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
+from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss
 from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
 from e2e_fp8.protocols import LossFn, TrainEngine
-from e2e_fp8.training.tile_census import TileCensus
 from e2e_fp8.types import PackedBatch, Sample, StepReport, TokenStats
 from e2e_fp8.update.aggregation import loss_denominator
-from e2e_fp8.update.loss_fn import TRAINED_TOKENS, make_loss_fn
+from e2e_fp8.update.loss_fn import TRAINED_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +78,7 @@ def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -
     """One optimizer step per mini-batch, and the metrics of all."""
     cfg = session.cfg
     session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
-    loss_fn = make_loss_fn(cfg.objective, cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
+    loss_fn = PolicyLoss(objective=cfg.objective, correction=cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
     reports: list[StepReport] = []
     corrections: list[dict[str, float]] = []
     trained = 0.0
@@ -104,11 +101,7 @@ def optimizer_step(trainer: TrainEngine, part: list[PackedBatch], loss_fn: LossF
 
 
 def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[dict[str, float], dict[str, float]]:
-    plan = QuantizationPlan.from_config(session.cfg)
-    with TileCensus(session.trainer.model, plan) as census:
-        for name, weight in session.trainer.named_masters():
-            if weight.dim() == 2 and ".linear_" in name:
-                census.count_weight(weight.to(torch.bfloat16))
+    with session.census() as census:
         update = _update(session, step, minibatches)
     return update, census.record()
 

@@ -41,7 +41,7 @@ def score(session: Session, samples: Sequence[Sample], timer: PhaseTimer) -> Sco
     group_ids = [s.group_id for s in samples]
     slices = minibatch_slices(group_ids, min(cfg.training.minibatches_per_step, len(set(group_ids))))
     limit, blank = cfg.training.max_tokens_per_microbatch, torch.zeros(len(samples))
-    parts = [pack_samples(samples[part], blank[part], max_tokens=limit, device=trainer.device) for part in slices]
+    parts = [pack_samples(samples[part], blank[part], max_tokens=limit, device=trainer.device, shares=trainer.grid.data) for part in slices]
     batches, stats = [b for part in parts for b in part], None
     if cfg.correction.bypass_mode:
         batches = [replace(b, old_log_probs=b.rollout_log_probs) for b in batches]

@@ -1,18 +1,22 @@
 """Everything a run holds: task, trainer, engine, folder. Built once, closed once."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.orchestration.environment import prepare
+from e2e_fp8.orchestration.checkpoint import CheckpointStore, WriteShares
+from e2e_fp8.orchestration.environment import prepare, seed_generators
 from e2e_fp8.orchestration.episodes import generate_episodes
+from e2e_fp8.orchestration.ranks.driver import DrivingEngine, check_ranks, lead
+from e2e_fp8.orchestration.ranks.shares import check_same_ranks, grid_of, whole_masters
 from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
@@ -20,6 +24,7 @@ from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
+from e2e_fp8.training.tile_census import TileCensus, census_of
 from e2e_fp8.types import Prompt, Sample
 
 
@@ -62,10 +67,76 @@ class Session:
     reference: MegatronEngine | None = None
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
 
-    def make_reference(self, state: dict[str, Any]) -> None:
-        """Freeze a second engine at ``state`` as the reference policy."""
-        self.reference = MegatronEngine(self.cfg)
-        self.reference.load_state_dict(state)
+    def make_reference(self) -> None:
+        """Freeze a second engine at the policy's present weights as the reference policy."""
+        self._load_reference(self.trainer.state_dict(), "policy")
+
+    def _load_reference(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
+        if isinstance(self.trainer, DrivingEngine):
+            self.reference = DrivingEngine(self.cfg, self.trainer.channel, "reference")
+            self.reference.restore(state, source)
+        else:
+            self.reference = MegatronEngine(self.cfg)
+            self.reference.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the engines of this rank."""
+        state: dict[str, Any] = {"trainer": self.trainer.state_dict()}
+        if self.trainer.grid.world > 1:
+            state["ranks"] = asdict(self.trainer.grid)
+        if self.reference is not None:
+            state["reference"] = self.reference.state_dict()
+        return state
+
+    @property
+    def write_shares(self) -> WriteShares | None:
+        """Has the trainer's other ranks write their part of a checkpoint; None when there are none."""
+        return self.trainer.write_shares if isinstance(self.trainer, DrivingEngine) else None
+
+    def restore(self, state: dict[str, Any], store: CheckpointStore, step: int) -> None:
+        """Load the engines of all ranks from the checkpoint of ``step``, whose ``state`` this rank wrote.
+
+        Raises:
+            ConfigError: it was written by other ranks.
+            CheckpointError: it does not fit the model, or the share of a rank is damaged.
+        """
+        check_same_ranks(state, self.trainer.grid)
+        if isinstance(self.trainer, DrivingEngine):
+            self.trainer.read_shares(store.root, step)
+            self.trainer.restore(state["trainer"], "share")
+        else:
+            self.trainer.load_state_dict(state["trainer"])
+        if state.get("reference") is not None:
+            self._load_reference(state["reference"], "share")
+
+    def load_weights(self, store: CheckpointStore) -> None:
+        """The weights alone of the newest checkpoint, whatever ranks and ground wrote it; only in one process.
+
+        Raises:
+            CheckpointError: there is none, or every one is damaged or of another model.
+        """
+        state = store.load_latest()
+        if grid_of(state).world == 1:
+            self.trainer.load_state_dict(state["trainer"], weights_only=True)
+            return
+        self.trainer.load_hf_weights(whole_masters(store, int(state["global_step"]), state, self.cfg))
+        self.trainer.policy_version = int(state["trainer"]["policy_version"])
+
+    @contextmanager
+    def census(self) -> Iterator[TileCensus]:
+        """Counts the tiles of the optimizer steps inside, on all ranks; complete after the block."""
+        trainer, plan = self.trainer, QuantizationPlan.from_config(self.cfg)
+        if not isinstance(trainer, DrivingEngine):
+            with census_of(trainer, plan) as census:
+                yield census
+            return
+        trainer.start_census()
+        with trainer.channel.guarded():
+            census = census_of(trainer, plan)
+        with census:
+            yield census
+        for counts in trainer.end_census():
+            census.add_counts(counts)
 
     def start_rollout(self) -> VllmEngine | ServerEngine:
         """Start the engine on first use; it is slow to start and the warm start does not need it."""
@@ -108,25 +179,28 @@ class Session:
         return sync_weights(self.trainer, rollout, self.cfg, self.model_dir.parent / "sync")
 
     def close(self) -> None:
-        """Stop the reward workers and the engine."""
+        """Stop the reward workers and the engine, and let the trainer's other ranks go."""
         self.task.close()
+        if isinstance(self.trainer, DrivingEngine):
+            self.trainer.close()
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
 
 
-def open_session(cfg: Config, model_dir: Path) -> Session:
+def open_session(cfg: Config, model_dir: Path, *, drives_ranks: bool = False) -> Session:
     """Prepare the environment, then build task and trainer; the engine starts on first use.
 
+    With ``drives_ranks`` this may be rank 0 of several; the trainer is then a DrivingEngine.
+
     Raises:
-        ConfigError: the process is one of several ranks, or the configuration cannot run here.
+        ConfigError: the process is one of several ranks and must not be, or the configuration cannot run here.
+        RankError: another rank does not come, or ends.
     """
     ranks = world_size()
-    if ranks > 1:
-        raise ConfigError(
-            f"The job has {ranks} ranks, but the loop drives one trainer process: handing samples from rank 0 to the others is not "
-            "implemented. Start one process; a trainer of several ranks can be used as a library (e2e_fp8.training.engine)."
-        )
+    if ranks > 1 and not drives_ranks:
+        raise ConfigError(f"The job has {ranks} ranks, but only `e2e-fp8 train` runs on several: start one process.")
+    check_ranks(cfg, ranks)
     cfg = prepare(cfg)
     if cfg.run.threads:
         import torch
@@ -134,18 +208,6 @@ def open_session(cfg: Config, model_dir: Path) -> Session:
         torch.set_num_threads(cfg.run.threads)
     task = load_task_for(cfg)
     write_model_dir(cfg, task, model_dir)
-    trainer = MegatronEngine(cfg)
-    _seed_generators(cfg.run.seed)
+    trainer = lead(cfg) if ranks > 1 else MegatronEngine(cfg)
+    seed_generators(cfg.run.seed)
     return Session(cfg=cfg, task=task, trainer=trainer, model_dir=model_dir)
-
-
-def _seed_generators(seed: int) -> None:
-    """Global generators of the process, seeded once all imports are done: some libraries seed them from the clock."""
-    import random
-
-    import numpy
-    import torch
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

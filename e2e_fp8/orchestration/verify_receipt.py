@@ -15,6 +15,7 @@ from e2e_fp8.export.rollout_only import quantize_for_rollout
 from e2e_fp8.megatron_names import hf_sources
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.orchestration.ranks.shares import grid_of, whole_masters
 from e2e_fp8.orchestration.receipts import read_records, read_table
 from e2e_fp8.orchestration.run_folder import load_run_config
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, differences, is_covered, manifest_of
@@ -149,14 +150,19 @@ def _own_checkpoint(run_dir: Path, cfg: Config, step: int, policy_version: int) 
         raise UserError(
             f"{run_dir} has no checkpoint of step {step} to compare with ({there}); name an exported one with --checkpoint DIR."
         )
-    trainer = store.load(step)["trainer"]
+    state = store.load(step)
+    trainer = state["trainer"]
     if trainer["policy_version"] != policy_version:
         raise UserError(
             f"The checkpoint of step {step} holds policy version {trainer['policy_version']}, but the receipt is of version "
             f"{policy_version}: the two files are not of one run."
         )
-    masters = {name: entry["master"] for name, entry in trainer["parameters"].items()}
-    return delivered_from_masters(masters, cfg), f"{folder}/step_{step:08d}, its FP32 masters rounded to BF16 and quantized"
+    if grid_of(state).world > 1:
+        whole = whole_masters(store, step, state, cfg)
+        tensors = _delivered((ExportedTensor(name=name, tensor=master.to(torch.bfloat16)) for name, master in whole.items()), cfg)
+    else:
+        tensors = delivered_from_masters({name: entry["master"] for name, entry in trainer["parameters"].items()}, cfg)
+    return tensors, f"{folder}/step_{step:08d}, its FP32 masters rounded to BF16 and quantized"
 
 
 def delivered_from_masters(masters: dict[str, torch.Tensor], cfg: Config) -> Iterator[ExportedTensor]:
@@ -168,5 +174,9 @@ def delivered_from_masters(masters: dict[str, torch.Tensor], cfg: Config) -> Ite
             parts = [shapes[source] for source in hf_sources(name)]
             yield name, master.to(torch.bfloat16).view(sum(part[0] for part in parts), *parts[0][1:]), None
 
-    tensors = to_hf(weights(), cfg.model)
+    return _delivered(to_hf(weights(), cfg.model), cfg)
+
+
+def _delivered(tensors: Iterator[ExportedTensor], cfg: Config) -> Iterator[ExportedTensor]:
+    """BF16 tensors as the engine gets them."""
     return quantize_for_rollout(tensors, QuantizationPlan.from_config(cfg)) if cfg.numerics.rollout_precision == "fp8" else tensors

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from e2e_fp8.orchestration.batching import pack_supervised
 from e2e_fp8.orchestration.data_order import prompts_of_step
+from e2e_fp8.orchestration.ranks.loss_recipe import SupervisedLoss
 from e2e_fp8.orchestration.session import Session
-from e2e_fp8.update.loss_fn import supervised_loss_fn
 
 
 def warmed_up(peak: float, step: int, warmup_steps: int) -> float:
@@ -25,13 +25,14 @@ def warm_start_step(session: Session, step: int) -> dict[str, float]:
         [task.tokenizer.encode_answer(p.answer) for p in prompts],
         eos_token_id=task.tokenizer.eos_token_id,
         max_tokens=cfg.training.max_tokens_per_microbatch,
+        shares=session.trainer.grid.data,
         device=session.trainer.device,
     )
     tokens = float(sum(b.loss_mask.sum() for b in batches))
     # cosine decay over the second half: the end of the warm start is what RL starts from
     rate = warmed_up(warm.learning_rate, step, warm.warmup_steps) * decay(step, warm.steps)
     session.trainer.set_learning_rate(rate)
-    report = session.trainer.train_step(batches, supervised_loss_fn(), tokens)
+    report = session.trainer.train_step(batches, SupervisedLoss(), tokens)
     seconds = time.perf_counter() - started
     return {
         "phase": 0.0,

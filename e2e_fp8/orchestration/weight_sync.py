@@ -2,21 +2,23 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ByteMismatchError
 from e2e_fp8.export.chunks import by_chunk
-from e2e_fp8.export.gather import gather_hf, sources_of
+from e2e_fp8.export.gather import gather_hf, held_pieces, pieces_of, sources_of
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
 from e2e_fp8.export.settled import SettledExport
-from e2e_fp8.layout import hf_tensors
+from e2e_fp8.layout import HfTensor, hf_tensors
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.orchestration.ranks.driver import DrivingEngine
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.sync.control import UpdateControl
@@ -58,9 +60,16 @@ class SyncReport:
 def exported_tensors(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """HF-named tensors for the rollout engine. With an FP8 trainer these are its own bytes; otherwise see export.rollout_only.
 
-    Of several trainer ranks, rank 0 gets the tensors and the others send theirs: all have to run the iterator to its end.
+    Of several trainer ranks, rank 0 gets the tensors and the others send theirs: all have to run the iterator to its end, which
+    a DrivingEngine makes the others do.
+
+    Raises:
+        ByteMismatchError: with a DrivingEngine, see :func:`gathered_by_order`.
     """
-    tensors = gathered(trainer, cfg) if trainer.grid.world > 1 else to_hf(trainer.named_local_weights(), cfg.model)
+    if isinstance(trainer, DrivingEngine):
+        tensors: Iterator[ExportedTensor] = iter(gathered_by_order(trainer, cfg))
+    else:
+        tensors = gathered(trainer, cfg) if trainer.grid.world > 1 else to_hf(trainer.named_local_weights(), cfg.model)
     if cfg.numerics.rollout_precision == "fp8" and cfg.numerics.training_precision == "bf16":
         return quantize_for_rollout(tensors, QuantizationPlan.from_config(cfg))
     return tensors
@@ -80,8 +89,52 @@ def settled_tensors(trainer: MegatronEngine, cfg: Config) -> Iterable[ExportedTe
 def gathered(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """The trainer's weights as whole tensors on rank 0, one at a time."""
     layouts = [trainer.layout_of(rank) for rank in range(trainer.grid.world)]
-    tensors = list(hf_tensors(to_hf_config(cfg.model, None), trainer.is_fp8_module))
+    tensors = _whole_tensors(trainer)
     return gather_hf(trainer.named_local_weights(), tensors, sources_of(tensors, layouts), device=trainer.device)
+
+
+def _whole_tensors(trainer: MegatronEngine) -> list[HfTensor]:
+    return list(hf_tensors(to_hf_config(trainer.cfg.model, None), trainer.is_fp8_module))
+
+
+def gathered_by_order(trainer: DrivingEngine, cfg: Config) -> list[ExportedTensor]:
+    """:func:`gathered` on rank 0, which has the others send.
+
+    With ``sync.receipt``, every rank digests all that it holds, replicas included, and rank 0 compares with the same rectangles of the
+    whole tensors: the first half of the receipt, whose second half is the engine's digests of the whole tensors.
+
+    Raises:
+        ByteMismatchError: the ranks' weights have come apart, or a transfer between them was damaged.
+    """
+    trainer.start_gathering()
+    with trainer.channel.guarded():
+        tensors = list(gathered(trainer, cfg))
+    if cfg.sync.receipt:
+        check_ranks(tensors, [held_digests(trainer), *trainer.held_digests()], policy_version=trainer.policy_version)
+    return tensors
+
+
+def held_digests(trainer: MegatronEngine) -> dict[str, int]:
+    """Digest of every rectangle that this rank holds of the whole tensors, BF16 ones too, by ``export.gather.piece_name``."""
+    weights, layout = trainer.named_local_weights(), trainer.layout_of(trainer.rank)
+    return manifest_of(held_pieces(weights, _whole_tensors(trainer), layout, trainer.rank), covered="all").digests
+
+
+def check_ranks(tensors: Sequence[ExportedTensor], ranks: Sequence[dict[str, int]], *, policy_version: int) -> None:
+    """Compare what each rank holds with the whole tensors.
+
+    Raises:
+        ByteMismatchError: names ranks and rectangles whose bytes differ.
+    """
+    names = sorted({name for held in ranks for name in held})
+    whole = manifest_of(pieces_of({t.name: t.tensor for t in tensors}, names), covered="all").digests
+    found = [f"rank {rank}: {name}" for rank, held in enumerate(ranks) for name in held if held[name] != whole[name]]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise ByteMismatchError(
+            f"Before the sync of policy version {policy_version} the trainer's ranks do not hold the bytes that were gathered from them "
+            f"({'; '.join(found[:4])}{more}): replicas have come apart or a transfer was damaged. Resume from the last checkpoint."
+        )
 
 
 def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scratch: Path) -> SyncReport:

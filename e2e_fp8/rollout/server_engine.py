@@ -27,6 +27,8 @@ from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
 from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
+_LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _ROUTE = "/inference/v1/generate"
 
 
@@ -90,8 +92,8 @@ class ServerEngine:
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         environ = dict(os.environ) | rollout_environment(self.cfg, device=self.device)
         # The launcher's variables describe the trainer's ranks, and the server makes its own.
-        for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-            environ.pop(name, None)
+        for name in [n for n in environ if n in _LAUNCHER_VARIABLES or n.startswith(_LAUNCHER_PREFIXES)]:
+            del environ[name]
         # The log is only read when the server fails, and then it should say why.
         environ["VLLM_LOGGING_LEVEL"] = "INFO"
         if self.cfg.rollout.server_devices is not None:

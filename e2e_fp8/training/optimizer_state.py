@@ -112,18 +112,21 @@ def sync_parameters(optimizer: Any, wrapped: Sequence[Any]) -> None:
 
 
 def export_state(optimizer: Any, shards: Sequence[MasterShard]) -> dict[str, Any]:
-    """Copies on the CPU: per parameter the master and whatever Adam keeps; per parameter group a step count if it keeps one.
+    """Copies on the CPU: per parameter the master, whatever Adam keeps and which elements of it this rank has (``spans``, first and
+    one past the last); per parameter group a step count if it keeps one.
 
     Parameters go by the local spec's names on both grounds. Of several data-parallel ranks, each exports its own ranges.
     """
     inner_of = _inner_optimizers(optimizer)
     parameters: dict[str, dict[str, torch.Tensor]] = {}
+    spans: dict[str, list[int]] = {}
     for shard in shards:
         kept = inner_of[id(shard.master)].state.get(shard.master, {})
         entry = {"master": shard.master}
         entry.update({key: value for key, value in kept.items() if torch.is_tensor(value)})
         parameters[neutral_name(shard.name)] = {key: value.detach().to("cpu", copy=True) for key, value in entry.items()}
-    return {"parameters": parameters, "group_steps": _group_steps(optimizer)}
+        spans[neutral_name(shard.name)] = [shard.start, shard.stop]
+    return {"parameters": parameters, "spans": spans, "group_steps": _group_steps(optimizer)}
 
 
 def _inner_optimizers(optimizer: Any) -> dict[int, Any]:

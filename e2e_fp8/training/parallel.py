@@ -45,7 +45,7 @@ def initialize_parallel_state(grid: RankGrid, ground: Ground) -> None:
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
-        _start_torch_distributed(grid, ground)
+        start_torch_distributed(grid, ground)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=grid.tensor,
@@ -57,7 +57,8 @@ def initialize_parallel_state(grid: RankGrid, ground: Ground) -> None:
     _check_groups(grid)
 
 
-def _start_torch_distributed(grid: RankGrid, ground: Ground) -> None:
+def start_torch_distributed(grid: RankGrid, ground: Ground) -> None:
+    """The process group of the whole job, over the launcher's rendezvous when it has several ranks. Collective."""
     if grid.world == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(ground.process_group_backend, store=store, rank=0, world_size=1)

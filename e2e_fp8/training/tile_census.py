@@ -5,14 +5,24 @@ input is left out of the activations; its output gradient is counted.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from e2e_fp8.numerics.formats import fp8_format_of
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.numerics.tile_stats import tile_statistics
+
+
+class Counted(Protocol):
+    """The part of ``MegatronEngine`` that is counted."""
+
+    @property
+    def model(self) -> Any: ...
+    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
 
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -63,6 +73,25 @@ class TileCensus:
         """Add one BF16 weight ``[N, K]``."""
         self._add("weights", weight_NK, self._plan.forward_format, "128x128")
 
+    def counts(self) -> dict[str, list[float]]:
+        """By metric its sum weighted by elements, and the elements; JSON, for :meth:`add_counts` of another rank."""
+        return {key: [total, self._elements[key]] for key, total in self._sums.items()}
+
+    def add_counts(self, counts: dict[str, list[float]]) -> None:
+        """Add what another rank counted."""
+        for key, (total, elements) in counts.items():
+            self._sums[key] += total
+            self._elements[key] += int(elements)
+
     def record(self) -> dict[str, float]:
         """``tiles/{weights,activations,gradients}/{saturated,...}`` as fractions in [0, 1]."""
         return {key: total / self._elements[key] for key, total in self._sums.items()}
+
+
+def census_of(engine: Counted, plan: QuantizationPlan) -> TileCensus:
+    """A census of one rank's next step with the weights of its linears counted. Collective where data parallelism divides masters."""
+    census = TileCensus(engine.model, plan)
+    for name, weight in engine.named_masters():
+        if weight.dim() == 2 and ".linear_" in name:
+            census.count_weight(weight.to(torch.bfloat16))
+    return census

@@ -6,8 +6,8 @@
 The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
 for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
 tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
-in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows;
-``victim``, the rank that is killed after two of them.
+in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows; ``victim``, the rank that is
+killed after two of them; ``drive``, see drive_ranks.py.
 """
 
 import json
@@ -86,6 +86,10 @@ def held(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 
 def main(case: dict, out: Path) -> None:
+    if "drive" in case:
+        from drive_ranks import drive
+
+        return drive(case, out)
     cfg = Config.model_validate(case["config"])
     engine = MegatronEngine(cfg)
     rank = dist.get_rank()

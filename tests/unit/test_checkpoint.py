@@ -106,7 +106,7 @@ def test_optimizer_state_dict_survives(tmp_path):
 
 
 def test_large_states_are_sharded(tmp_path, monkeypatch):
-    monkeypatch.setattr("e2e_fp8.orchestration.checkpoint.SHARD_BYTES", 100)
+    monkeypatch.setattr("e2e_fp8.orchestration.checkpoint_files.SHARD_BYTES", 100)
     state = {f"t{i}": torch.randn(n) for i, n in enumerate([10, 15, 3, 40, 1, 0])}
     folder = CheckpointStore(tmp_path, keep=1).save(0, state)
     assert len(list(folder.glob("tensors-*.safetensors"))) == 4

@@ -1,0 +1,167 @@
+"""The trainer as rank 0 has it: one object that looks like an engine of one process and drives those of all ranks.
+
+    rank 0: loop -> DrivingEngine -- order ------> ranks 1, 2, ...: Follower
+                         |                               |
+                    MegatronEngine <- collectives -> MegatronEngine
+
+Rank 0 alone samples, rewards, corrects and logs, over all samples, so that nothing of it depends on how many ranks train. An order
+carries all micro-batches; each data-parallel rank takes every n-th of them, log-probs come back to rank 0.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from e2e_fp8.config.root import Config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
+from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
+from e2e_fp8.orchestration.ranks.meeting import hand_over
+from e2e_fp8.protocols import LossFn
+from e2e_fp8.rank_grid import RankGrid
+from e2e_fp8.training.engine import MegatronEngine, select_ground
+from e2e_fp8.training.microbatches import share_of
+from e2e_fp8.training.parallel import start_torch_distributed, world_size
+from e2e_fp8.types import PackedBatch, StepReport, TokenStats
+
+Role = Literal["policy", "reference"]
+
+
+class DrivingEngine(MegatronEngine):
+    """Rank 0's engine. Whatever needs all ranks is told to the others before it starts here.
+
+    Any method may raise RankError when a rank is gone.
+    """
+
+    def __init__(self, cfg: Config, channel: RankChannel, role: Role = "policy") -> None:
+        """As MegatronEngine."""
+        self.channel, self.role = channel, role
+        self._tell("build")
+        with channel.guarded():
+            super().__init__(cfg)
+
+    def _tell(self, do: str, tensors: Sequence[torch.Tensor] = (), **more: Any) -> None:
+        self.channel.tell({"do": do, "engine": self.role} | more, tensors)
+
+    def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """As MegatronEngine's, of all micro-batches of all data-parallel ranks, in order."""
+        names, tensors = batch_tensors(batches)
+        self._tell("token_stats", tensors, batches=names)
+        found: list[TokenStats | None] = [None] * len(batches)
+        data = self.grid.data
+        with self.channel.guarded():
+            found[::data] = super().token_stats(share_of(batches, 0, data))
+        for rank in range(1, self.grid.world):
+            if self.answers_stats(rank):
+                index = self.grid.place(rank).data
+                _, rows = self.channel.ask(rank)
+                found[index::data] = [TokenStats(log_probs=row[0], entropy=row[1]) for row in (r.to(self.device) for r in rows)]
+        return [stats for stats in found if stats is not None]
+
+    def answers_stats(self, rank: int) -> bool:
+        """Whether ``rank`` sends the log-probs of its data-parallel share: of the ranks with the same micro-batches, the first."""
+        return answers_stats(self.grid, rank)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """As MegatronEngine's."""
+        self._tell("set_learning_rate", learning_rate=learning_rate)
+        super().set_learning_rate(learning_rate)
+
+    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
+        """As MegatronEngine's, of all micro-batches of all data-parallel ranks.
+
+        Raises:
+            TypeError: the loss function cannot be named to the other ranks.
+        """
+        if not isinstance(loss_fn, PolicyLoss | SupervisedLoss):
+            raise TypeError(f"{type(loss_fn).__name__} cannot be sent to other ranks; give a PolicyLoss or SupervisedLoss")
+        names, tensors = batch_tensors(batches)
+        self._tell("train_step", tensors, batches=names, loss=loss_fn.to_json(), denominator=denominator)
+        with self.channel.guarded():
+            return super().train_step(share_of(batches, 0, self.grid.data), loss_fn, denominator)
+
+    def restore(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
+        """Load ``state`` here, and on every other rank its own share read by :meth:`read_shares`, or its own policy's state."""
+        self._tell("restore", source=source)
+        with self.channel.guarded():
+            super().load_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
+        """Refused: the others have states of their own, see :meth:`restore`."""
+        raise TypeError("of several ranks each loads its own state; call restore")
+
+    def read_shares(self, root: Path, step: int) -> None:
+        """Have every other rank read its share of a checkpoint.
+
+        Raises:
+            CheckpointError: a share is missing or damaged.
+        """
+        self._tell("read_share", root=str(root.resolve()), step=step)
+        self.channel.ask_all()
+
+    def write_shares(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Have every other rank write its share into ``folder``; size and digest of each file by name.
+
+        Raises:
+            CheckpointError: a share could not be written.
+        """
+        self._tell("write_share", folder=str(folder.resolve()))
+        return {name: entry for answer in self.channel.ask_all() for name, entry in answer["files"].items()}
+
+    def start_gathering(self) -> None:
+        """The others send their weights from now on: run ``weight_sync.gathered`` to its end, then ask :meth:`held_digests`."""
+        self._tell("gather")
+
+    def held_digests(self) -> list[dict[str, int]]:
+        """Of every other rank, in order, the digests of the rectangles it holds (``export.gather.held_pieces``)."""
+        return [answer["digests"] for answer in self.channel.ask_all()]
+
+    def start_census(self) -> None:
+        """The others count the tiles of the next update too. Collective: iterate ``named_masters`` next."""
+        self._tell("start_census")
+
+    def end_census(self) -> list[Order]:
+        """Counts of the others."""
+        self._tell("end_census")
+        return self.channel.ask_all()
+
+    def close(self) -> None:
+        """Let the others go; nothing when they can no longer be told."""
+        if not self.channel.is_broken:
+            self.channel.tell({"do": "stop"})
+
+
+def answers_stats(grid: RankGrid, rank: int) -> bool:
+    """Of the ranks that run the same micro-batches, the first one answers for all; rank 0 asks itself."""
+    place = grid.place(rank)
+    return place.tensor == 0 and place.pipeline == 0 and place.data > 0
+
+
+def lead(cfg: Config) -> DrivingEngine:
+    """On rank 0 of several: meet the others, hand ``cfg`` over, build the trainer on all.
+
+    Raises:
+        RankError: the others do not come, or one ends.
+    """
+    hand_over(cfg)
+    return DrivingEngine(cfg, connect(cfg, RankGrid.of(cfg.training.parallel, world_size())))
+
+
+def check_ranks(cfg: Config, world: int) -> None:
+    """Raises ConfigError when parallel sizes do not fit ``world`` ranks, or rank 0 of several would start vLLM in its own process."""
+    RankGrid.of(cfg.training.parallel, world)
+    if world > 1 and cfg.rollout.placement == "in_process":
+        raise ConfigError(
+            f"rollout.placement is in_process, but the job has {world} ranks: vLLM would build its process groups over all of them and "
+            "wait forever. Set rollout.placement=server and sync.transport=ipc (or nccl, for GPUs that the trainer does not use)."
+        )
+
+
+def connect(cfg: Config, grid: RankGrid) -> RankChannel:
+    """torch.distributed over all ranks, and the channel. Collective."""
+    ground = select_ground(cfg)
+    with ground.scope():
+        start_torch_distributed(grid, ground)
+        return RankChannel()

@@ -1,0 +1,143 @@
+"""One object on rank 0 that drives the trainer on all ranks, in real processes over gloo, without an engine.
+
+A trainer of one rank with the same micro-batches says what has to come out; the loop itself is in test_loop_ranks.py.
+"""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_cases import Case
+from safetensors.torch import load_file
+from tolerances import RANKS_UPDATE
+
+from e2e_fp8.orchestration.checkpoint import CheckpointStore
+
+GRIDS = {
+    "dp2": {"world": 2},
+    "tp2": {"world": 2, "parallel": {"tensor": 2}},
+    "pp2": {"world": 2, "parallel": {"pipeline": 2}},
+    "ep2": {"world": 2, "parallel": {"expert": 2}},
+}
+LIFE = [["stats"], ["train", 1], ["save", 1], ["train", 1], ["save", 2], ["whole", "end"], ["reference"]]
+
+
+def case_of(grid: str | None, *drive: list) -> Case:
+    return Case(**(GRIDS[grid] if grid else {"world": 1}), more={"drive": list(drive)})
+
+
+def same_bytes(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[n].contiguous().view(torch.uint8), right[n].contiguous().view(torch.uint8)) for n in left)
+
+
+def masters(folder: Path, name: str = "end") -> dict[str, torch.Tensor]:
+    return {n: t for n, t in load_file(folder / f"{name}.safetensors").items() if n.startswith("master/")}
+
+
+@pytest.mark.parametrize("grid", ["dp2", "pp2"])
+def test_what_rank_0_gets_is_what_one_rank_computes(grid, results):
+    many, one = results(case_of(grid, *LIFE)), results(case_of(None, *LIFE))
+    for name in ("log_probs", "reference", "end"):
+        assert same_bytes(load_file(many / f"{name}.safetensors"), load_file(one / f"{name}.safetensors")), name
+    for ours, theirs in zip(*(json.loads((folder / "reports.json").read_text()) for folder in (many, one)), strict=True):
+        # sums of floats in another order
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("grid", ["tp2", "ep2"])
+def test_divided_models_step_as_one_rank_within_rounding(grid, results):
+    many, one = results(case_of(grid, *LIFE)), results(case_of(None, *LIFE))
+    start = results(case_of(None, ["save", 0], ["whole", "end"]))
+    ours, theirs, before = (torch.cat([t.flatten() for _, t in sorted(masters(folder).items())]) for folder in (many, one, start))
+    assert (ours - theirs).norm() <= RANKS_UPDATE["fp8"] * (theirs - before).norm()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_resumed_trainer_ends_with_the_same_bytes(grid, results):
+    straight = results(case_of(grid, *LIFE))
+    # the log-probs come first: those of the starting weights were the old ones there
+    resumed = results(case_of(grid, ["stats"], ["warm"], ["resume", str(straight), 1], ["train", 1], ["save", 2], ["whole", "end"]))
+    assert same_bytes(load_file(resumed / "end.safetensors"), load_file(straight / "end.safetensors"))
+    for rank in range(2):
+        left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
+        assert_same(left, right, f"rank {rank}")
+
+
+def assert_same(left, right, where: str) -> None:
+    assert type(left) is type(right), where
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_same(left[key], right[key], f"{where}/{key}")
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), where
+    else:
+        assert left == right, where
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_one_process_reads_the_weights_of_all_shares(grid, results):
+    many = results(case_of(grid, *LIFE))
+    alone = results(case_of(None, ["weights", str(many)], ["save", 1], ["whole", "end"]))
+    assert same_bytes(load_file(alone / "end.safetensors"), load_file(many / "end.safetensors"))
+
+
+def test_other_ranks_may_not_resume(results, run_job):
+    straight = results(case_of("tp2", *LIFE))
+    statuses, out = run_job(case_of("dp2", ["resume", str(straight), 1]))
+    assert statuses == [2, 2]
+    assert "was written by 2 ranks (tensor 2), but this job has 2 ranks: " in (out / "refused-0").read_text()
+
+
+def refusals(out: Path) -> list[str]:
+    assert not list(out.glob("failed-*")), [f.read_text() for f in out.glob("failed-*")]
+    return [f.read_text() for f in sorted(out.glob("refused-*"))]
+
+
+def test_a_killed_rank_is_one_sentence_on_the_others(run_job):
+    case = replace(case_of("dp2", ["save", 1], ["die", 1], ["train", 1]), world=3)
+    statuses, out = run_job(case)
+    assert statuses == [2, -signal.SIGKILL, 2]
+    assert all("A rank of the trainer ended or cannot be reached" in text for text in refusals(out))
+    assert CheckpointStore(out / "checkpoints", keep=9).latest() == 1
+
+
+def test_rank_0_killed_before_the_commit_leaves_the_checkpoint_before(run_job):
+    statuses, out = run_job(case_of("dp2", ["save", 1], ["train", 1], ["die_before_commit", 2]))
+    assert statuses == [-signal.SIGKILL, 2]
+    assert ["A rank of the trainer ended" in text for text in refusals(out)] == [True]
+    store = CheckpointStore(out / "checkpoints", keep=9)
+    assert store.latest() == 1
+    assert store.load(1, rank=1)["policy"]["policy_version"] == 0
+
+
+def test_a_share_that_cannot_be_written_undoes_the_checkpoint_and_the_run_goes_on(run_job):
+    statuses, out = run_job(case_of("dp2", ["full_disk", 1], ["save", 1], ["train", 1]))
+    assert statuses == [0, 0], refusals(out)
+    assert "Rank 1: the share of a checkpoint" in (out / "not_saved").read_text()
+    assert "the file size limit is reached" in (out / "not_saved").read_text()
+    assert not list((out / "checkpoints").iterdir())
+    assert len(json.loads((out / "reports.json").read_text())) == 1
+
+
+def test_a_damaged_share_is_refused(results, run_job):
+    straight = results(case_of("dp2", ["train", 1], ["save", 1]))
+    (victim,) = (straight / "checkpoints").glob("*/rank_00001.tensors-*")
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(bytes(data))
+    statuses, out = run_job(case_of("dp2", ["resume", str(straight), 1]))
+    assert statuses[0] == 2
+    assert "Rank 1: Checkpoint of step 1 cannot be loaded" in (out / "refused-0").read_text()
+
+
+def test_replicas_that_have_come_apart_are_found_before_a_sync(run_job):
+    statuses, out = run_job(case_of("dp2", ["save", 1], ["tear", 1], ["whole", "end"]))
+    assert statuses[0] == 2
+    sentence = (out / "refused-0").read_text()
+    assert "do not hold the bytes that were gathered from them (rank 1: " in sentence
+    assert sentence.count("rank 1: ") == 1

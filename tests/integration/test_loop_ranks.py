@@ -1,0 +1,175 @@
+"""The whole loop over two trainer ranks: real torchrun, real command line, real vLLM server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rank_cases import free_port
+
+from e2e_fp8.orchestration.checkpoint import CheckpointStore
+
+ROOT = Path(__file__).resolve().parents[2]
+SETS = [
+    "model.num_key_value_heads=2",
+    "training.warm_start.steps=2",
+    "training.warm_start.batch_size=16",
+    "rollout.placement=server",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "sync.transport=ipc",
+    "task.train_size=64",
+    "task.held_out_size=8",
+    "run.steps=2",
+    "run.eval_interval=2",
+    "run.eval_samples=1",
+    "run.checkpoint_interval=2",
+    "run.backend=cpu",
+    "run.threads=1",
+]
+GRIDS = {"dp2": [], "tp2": ["training.parallel.tensor=2"], "pp2": ["training.parallel.pipeline=2"], "ep2": ["training.parallel.expert=2"]}
+
+
+def sets(out: Path, name: str, *more: str) -> list[str]:
+    return [word for item in (*SETS, f"run.out_dir={out}", f"run.name={name}", *more) for word in ("--set", item)]
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """``torchrun`` of two ranks of ``train``."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    launch += ["--master-port", str(free_port()), "scripts/train_megatron.py", "configs/quickstart.yaml", *words]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(launch, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(job: subprocess.Popen[str], timeout: float = 500) -> tuple[int, str, str]:
+    stdout, stderr = job.communicate(timeout=timeout)
+    return job.returncode, stdout, stderr
+
+
+def rank_pids(job: subprocess.Popen[str]) -> dict[int, int]:
+    """Process id of each rank."""
+    found = {}
+    for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+        environ = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if "=" in part)
+        if "RANK" in environ:
+            found[int(environ["RANK"])] = int(pid)
+    return found
+
+
+def wait_for_lines(path: Path, lines: int, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 400
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert job.poll() is None, job.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def records(run: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def own_sentences(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("e2e-fp8: ")]
+
+
+@pytest.mark.server
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("grid", [pytest.param(name, marks=[pytest.mark.slow] if name != "dp2" else []) for name in GRIDS])
+def test_whole_loop(grid, tmp_path):
+    """From the warm start to the report, with a server that rank 0 starts; then the commands that read the run in one process."""
+    code, stdout, stderr = finish(start(*sets(tmp_path, grid, *GRIDS[grid])))
+    assert code == 0, stderr[-4000:]
+    run = tmp_path / grid
+    assert stdout.strip().splitlines()[-1] == str(run)
+    steps = records(run, "metrics.jsonl")
+    assert [s["phase"] for s in steps] == [0.0, 0.0, 1.0, 1.0]
+    for step in steps[2:]:
+        assert step["receipt/passed"] == 1.0
+        assert 0 <= step["mismatch_kl"] < 0.05
+        assert step["skipped_steps"] + step["policy_version"] > 2
+    assert "reward/held_out" in steps[-1]
+    assert steps[-1]["tiles/weights/zero"] >= 0
+    receipts = records(run, "receipts.jsonl")
+    assert [r["passed"] for r in receipts] == [True] * 3
+    assert len({r["digest"] for r in receipts}) == 3
+    assert (run / "report.html").exists()
+    assert CheckpointStore(run / "checkpoints", keep=2).load(4, rank=1)["policy"]["policy_version"] == steps[-1]["policy_version"]
+    checked = subprocess.run(
+        [sys.executable, "-m", "e2e_fp8.cli", "receipt", "verify", str(run), "4"], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    # FP32 masters put together from both shares, rounded and quantized again, are what the engine held
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["training.parallel.tensr=2"], "training.parallel.tensr"),
+        (
+            ["training.parallel.tensor=2", "training.parallel.pipeline=2"],
+            "2 ranks, which is not a multiple of tensor x pipeline = 4",
+        ),
+        (["rollout.placement=in_process", "sync.transport=local"], "Set rollout.placement=server and sync.transport=ipc"),
+    ],
+    ids=["field", "ranks", "placement"],
+)
+def test_a_bad_configuration_is_one_sentence_once(more, sentence, tmp_path):
+    code, _, stderr = finish(start(*sets(tmp_path, "bad", *more)), timeout=300)
+    assert code != 0
+    (said,) = own_sentences(stderr)
+    assert sentence in said
+    assert "exitcode  : 2" in stderr
+    assert stderr.count("Traceback (most recent call last)") == 1, "torchrun's own alone"
+    assert not (tmp_path / "bad" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job_with_one_sentence(victim, tmp_path):
+    job = start(*sets(tmp_path, "killed", "training.warm_start.steps=100000"))
+    wait_for_lines(tmp_path / "killed" / "metrics.jsonl", 3, job)
+    os.kill(rank_pids(job)[victim], signal.SIGKILL)
+    began = time.monotonic()
+    code, _, stderr = finish(job, timeout=120)
+    assert time.monotonic() - began < 60
+    assert code != 0
+    (said,) = own_sentences(stderr)
+    assert "A rank of the trainer ended or cannot be reached" in said
+    assert stderr.count("Traceback (most recent call last)") == 1, "torchrun's own alone"
+
+
+@pytest.mark.slow
+@pytest.mark.server
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupted_ranks_leave_a_checkpoint_and_resume_to_the_same_bytes(number, tmp_path):
+    warm = "training.warm_start.steps=40"
+    straight = start(*sets(tmp_path, "straight", warm, "run.steps=0", "run.eval_interval=0"))
+    code, _, stderr = finish(straight)
+    assert code == 0, stderr[-4000:]
+    words = sets(tmp_path, "halves", warm, "run.steps=0", "run.eval_interval=0")
+    job = start(*words)
+    wait_for_lines(tmp_path / "halves" / "metrics.jsonl", 3, job)
+    job.send_signal(number)
+    code, _, stderr = finish(job)
+    assert code != 0
+    assert ["interrupted" in line for line in own_sentences(stderr)] == [True], stderr[-3000:]
+    store = CheckpointStore(tmp_path / "halves" / "checkpoints", keep=2)
+    stopped_at = store.latest()
+    assert stopped_at is not None
+    assert 3 <= stopped_at < 40
+    code, _, stderr = finish(start(*words, "--resume"))
+    assert code == 0, stderr[-4000:]
+    left, right = (tmp_path / name for name in ("straight", "halves"))
+    assert records(left, "receipts.jsonl")[-1]["digest"] == records(right, "receipts.jsonl")[-1]["digest"]
+    for rank in (0, 1):
+        name = "trainer" if rank == 0 else "policy"
+        ours, theirs = (CheckpointStore(run / "checkpoints", keep=2).load(40, rank=rank)[name]["parameters"] for run in (left, right))
+        assert ours.keys() == theirs.keys()
+        for parameter, tensors in ours.items():
+            assert all((tensors[key] == theirs[parameter][key]).all() for key in tensors), (rank, parameter)
