@@ -171,14 +171,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
     """
     version = trainer.policy_version
     if cfg.sync.transport == "ranks":
-        if trainer not in _RANK_PUBLISHERS:
-            _RANK_PUBLISHERS[trainer] = rank_publisher(trainer, cfg, None if rollout is None else rollout.control)
-        publisher = _RANK_PUBLISHERS[trainer]
-        report = (
-            publish_shares(trainer, publisher, cfg)
-            if rollout is None
-            else rollout.delivered(lambda: publish_shares(trainer, publisher, cfg), version)
-        )
+        report = _published_by_ranks(trainer, rollout, cfg)
     else:
         assert rollout is not None
         report = rollout.publish(exported_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt)
@@ -189,6 +182,24 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         receipt_seconds=report.receipt_seconds,
         receipt=report.receipt,
     )
+
+
+def _published_by_ranks(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: Config) -> PublishReport:
+    if isinstance(trainer, DrivingEngine):
+        trainer.start_publishing()
+        with trainer.channel.guarded():
+            return _publish_together(trainer, rollout, cfg)
+    return _publish_together(trainer, rollout, cfg)
+
+
+def _publish_together(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: Config) -> PublishReport:
+    """Collective over the trainer's ranks."""
+    if trainer not in _RANK_PUBLISHERS:
+        _RANK_PUBLISHERS[trainer] = rank_publisher(trainer, cfg, None if rollout is None else rollout.control)
+    publisher = _RANK_PUBLISHERS[trainer]
+    if rollout is None:
+        return publish_shares(trainer, publisher, cfg)
+    return rollout.delivered(lambda: publish_shares(trainer, publisher, cfg), trainer.policy_version)
 
 
 _RANK_PUBLISHERS: "WeakKeyDictionary[MegatronEngine, RankPublisher]" = WeakKeyDictionary()

@@ -31,7 +31,13 @@ SETS = [
     "run.backend=cpu",
     "run.threads=1",
 ]
-GRIDS = {"dp2": [], "tp2": ["training.parallel.tensor=2"], "pp2": ["training.parallel.pipeline=2"], "ep2": ["training.parallel.expert=2"]}
+GRIDS = {
+    "dp2": [],
+    "tp2": ["training.parallel.tensor=2"],
+    "pp2": ["training.parallel.pipeline=2"],
+    "ep2": ["training.parallel.expert=2"],
+    "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],
+}
 
 
 def sets(out: Path, name: str, *more: str) -> list[str]:

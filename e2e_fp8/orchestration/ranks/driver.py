@@ -114,6 +114,10 @@ class DrivingEngine(MegatronEngine):
         """The others send their weights from now on: run ``weight_sync.gathered`` to its end, then ask :meth:`held_digests`."""
         self._tell("gather")
 
+    def start_publishing(self) -> None:
+        """The others send what they hold straight into the engine's ranks: run ``weight_sync.publish_weights`` to its end."""
+        self._tell("publish")
+
     def held_digests(self) -> list[dict[str, int]]:
         """Of every other rank, in order, the digests of the rectangles it holds (``export.gather.held_pieces``)."""
         return [answer["digests"] for answer in self.channel.ask_all()]

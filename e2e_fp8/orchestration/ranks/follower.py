@@ -15,7 +15,7 @@ from e2e_fp8.orchestration.environment import seed_generators
 from e2e_fp8.orchestration.ranks.channel import Order, batches_from, refusal
 from e2e_fp8.orchestration.ranks.driver import answers_stats, connect
 from e2e_fp8.orchestration.ranks.loss_recipe import loss_from_json
-from e2e_fp8.orchestration.weight_sync import gathered, held_digests
+from e2e_fp8.orchestration.weight_sync import gathered, held_digests, publish_weights
 from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
@@ -106,6 +106,9 @@ class Follower:
             pass
         if self.cfg.sync.receipt:
             self.channel.answer({"digests": held_digests(engine)})
+
+    def _do_publish(self, order: Order, tensors: Tensors) -> None:
+        publish_weights(self._engine(order), None, self.cfg)
 
     def _do_start_census(self, order: Order, tensors: Tensors) -> None:
         self._census = census_of(self._engine(order), QuantizationPlan.from_config(self.cfg))
