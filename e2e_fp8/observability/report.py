@@ -12,7 +12,7 @@ from e2e_fp8.observability.charts import Line, line_chart, short, stacked_bars
 from e2e_fp8.observability.figures import Figure, amdahl_bounds, duration, final_figures
 from e2e_fp8.observability.health import kl_budget
 from e2e_fp8.observability.history import RunHistory, flatten, load_history
-from e2e_fp8.observability.names import METRICS, OPERANDS, PASS_AT_K, PHASES, REPLAY_LAYERS, TILE_STATISTICS
+from e2e_fp8.observability.names import METRICS, OPERANDS, PASS_AT_K, PHASES, TILE_STATISTICS
 from e2e_fp8.observability.style import STYLE
 
 CARDS = ("Held-out reward", "Train reward", "Mismatch KL, mean", "Receipts", "Rollout speed", "Wall time")
@@ -166,20 +166,16 @@ def _mismatch(history: RunHistory) -> list[str]:
     }
     weights = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_min": "smallest", "rollout_corr/rollout_is_max": "largest"}
     uncovered = {"router_replay/uncovered_tokens": "response tokens", "router_replay/masked_tokens": "left out of the loss"}
-    changed = {"router_replay/changed_ids": "all layers"} | {
-        f"router_replay/changed_ids/layer_{layer}": f"layer {layer}" for layer in range(REPLAY_LAYERS)
-    }
+    covered, changed = METRICS["router_replay/coverage"], METRICS["router_replay/changed_ids"]
     return [
         _chart(history, "Mismatch KL", {"mismatch_kl": "mismatch_kl"}, METRICS["mismatch_kl"].description),
         _chart(history, "Log-probability difference", log_probs, "|log p_train - log p_rollout| over response tokens"),
         _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens"),
         _chart(history, "Importance weights", weights, "p_train / p_rollout before truncation", from_zero=False),
         _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}, from_zero=False),
-        _chart(
-            history, "Router replay coverage", {"router_replay/coverage": "response tokens"}, METRICS["router_replay/coverage"].description
-        ),
+        _chart(history, "Router replay coverage", {"router_replay/coverage": "response tokens"}, covered.description),
         _chart(history, "Not replayed", uncovered),
-        _chart(history, "Choices changed by router replay", changed, METRICS["router_replay/changed_ids"].description),
+        _chart(history, "Choices changed by router replay", {"router_replay/changed_ids": "all layers"}, changed.description),
     ]
 
 

@@ -1,7 +1,7 @@
 """Gate weights beside expert ids in vLLM's own record of routing.
 
 vLLM keeps expert ids in a buffer by KV-cache slot, so that prefix-cache hits and preempted requests find theirs. Here that record
-gets twice as many layers: ids of the L layers, then the FP32 bits of the L layers' gate weights, as int32. All that vLLM does with
+gets twice as many layers: ids of the L layers, then the FP32 bits of the L layers' gate weights, as 32-bit integers. All that vLLM does with
 ids (copies from the device, slots, HTTP) then holds for weights. The plugin does this in every process of vLLM that has
 ``E2E_FP8_CAPTURE_GATE_WEIGHTS=1`` in its environment, which a run sets when it needs the weights.
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy
 import torch
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, RoutedExpertsManager
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.worker import gpu_model_runner
 
 from e2e_fp8.patching import Patch, apply_all
@@ -38,12 +38,13 @@ class GateWeightCapturer(RoutedExpertsCapturer):
 
 
 class GateWeightManager(RoutedExpertsManager):
-    """The scheduler's buffer by KV-cache slot, int32 ``[slots, 2 L, k]``: eight times the bytes of vLLM's for up to 256 experts."""
+    """The scheduler's buffer by KV-cache slot, uint32 ``[slots, 2 L, k]``: eight times the bytes of vLLM's for up to 256 experts."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, kv_cache_config)
         slots, layers, top_k = self.routed_experts_by_slot.shape
-        self.routed_experts_by_slot = numpy.zeros((slots, 2 * layers, top_k), dtype=numpy.int32)
+        # Not int32: the scheduler keeps rows of the worker's own buffer, which the next step overwrites, unless the dtype makes it copy.
+        self.routed_experts_by_slot = numpy.zeros((slots, 2 * layers, top_k), dtype=numpy.uint32)
 
 
 _bind_ids = gpu_model_runner.GPUModelRunner._bind_routed_experts_capturer

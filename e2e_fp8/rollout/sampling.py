@@ -44,14 +44,14 @@ def length_at_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Callab
 
 
 def split_record(record: numpy.ndarray | None, layers: int) -> tuple[numpy.ndarray | None, numpy.ndarray | None]:
-    """``(expert ids, gate weights)`` of a request: ``record`` is ``[n, L, k]`` ids alone, or int32 ``[n, 2 L, k]``.
+    """``(expert ids, gate weights)`` of a request: ``record`` is ``[n, L, k]`` ids alone, or uint32 ``[n, 2 L, k]``.
 
     Raises:
         ValueError: neither of the two.
     """
     if record is None or record.shape[1] == layers:
         return record, None
-    if record.shape[1] != 2 * layers or record.dtype != numpy.int32:
+    if record.shape[1] != 2 * layers or record.dtype != numpy.uint32:
         raise ValueError(f"a routing record of shape {record.shape} and {record.dtype} for {layers} layers")
     return record[:, :layers].astype(numpy.uint16), numpy.ascontiguousarray(record[:, layers:]).view(numpy.float32)
 
