@@ -1,8 +1,8 @@
 """Gate weights beside expert ids in vLLM's own record of routing.
 
 vLLM keeps expert ids in a buffer by KV-cache slot, so that prefix-cache hits and preempted requests find theirs. Here that record
-gets twice as many layers: ids of the L layers, then the FP32 bits of the L layers' gate weights, as 32-bit integers. All that vLLM does with
-ids (copies from the device, slots, HTTP) then holds for weights. The plugin does this in every process of vLLM that has
+gets twice as many layers: ids of the L layers, then the FP32 bits of the L layers' gate weights, as 32-bit integers. All that vLLM
+does with ids (copies from the device, slots, HTTP) then holds for weights. The plugin does this in every process of vLLM that has
 ``E2E_FP8_CAPTURE_GATE_WEIGHTS=1`` in its environment, which a run sets when it needs the weights.
 
 Shape legend: ``M`` tokens of an engine step, ``L`` layers, ``k`` slots, ``n`` tokens of a request.

@@ -137,17 +137,17 @@ class SlotOrderDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def sum_in_slot_order(outputs_AH: torch.Tensor, map_TE: torch.Tensor, slots_Tk: torch.Tensor) -> torch.Tensor:
-    """``[T, H]``: for each token its experts' outputs added one after another, slot 0 first, in their own dtype.
+    """``[T, H]``: for each token its experts' outputs added one after another in FP32, slot 0 first, then rounded to their dtype.
 
     ``outputs_AH`` has a row for each True entry of the bool ``map_TE``, by expert, then token, as Megatron permutes.
     """
     experts = map_TE.size(1)
     row_ET = map_TE.T.reshape(-1).cumsum(0).view(experts, -1) - 1
     tokens_T = torch.arange(slots_Tk.size(0), device=slots_Tk.device)
-    total = torch.zeros(slots_Tk.size(0), outputs_AH.size(1), dtype=outputs_AH.dtype, device=outputs_AH.device)
+    total_TH = torch.zeros(slots_Tk.size(0), outputs_AH.size(1), dtype=torch.float32, device=outputs_AH.device)
     for slot_T in slots_Tk.unbind(1):
-        total = total + outputs_AH[row_ET[slot_T, tokens_T]]
-    return total
+        total_TH = total_TH + outputs_AH[row_ET[slot_T, tokens_T]]
+    return total_TH.to(outputs_AH.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
