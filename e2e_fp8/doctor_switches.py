@@ -26,6 +26,10 @@ EFFECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("cpu", "cuda"),
     ),
     "VLLM_CPU_SGL_KERNEL": ("1: packs CPU weights into another layout", ("cpu",)),
+    "E2E_FP8_CAPTURE_GATE_WEIGHTS": (
+        "1: vLLM records gate weights beside expert ids, for router replay; changes no value",
+        ("cpu", "cuda"),
+    ),
     "VLLM_CPU_KVCACHE_SPACE": ("KV cache in GiB; changes no value", ("cpu",)),
     "TORCH_COMPILE_DISABLE": ("1: no compiled code, whose rounding differs from the reference arithmetic", ("cpu",)),
     "NVIDIA_TF32_OVERRIDE": ("1: FP32 products, the logits among them, run in TF32 with 10 mantissa bits", ("cuda",)),

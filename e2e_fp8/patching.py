@@ -25,7 +25,7 @@ class Patch:
 
     name: str
     target: str
-    """``package.module:attribute``, the attribute being a plain function of that module."""
+    """``package.module:attribute``, the attribute being a function or class of that module, or ``Class.method``."""
     also_bound_in: tuple[str, ...] = ()
     """Modules that imported the same function by name and hold their own reference."""
     distribution: str
@@ -36,7 +36,7 @@ class Patch:
     """Issue or pull request upstream, or where the fault is if none is filed."""
     remove_when: str
     source_sha256: str
-    """SHA-256 of ``inspect.getsource`` of the function that is replaced, UTF-8."""
+    """SHA-256 of ``inspect.getsource`` of what is replaced, UTF-8."""
     replacement: Callable[..., Any]
 
 
@@ -49,8 +49,12 @@ def source_sha256(function: Callable[..., Any]) -> str:
 
 
 def _split(target: str) -> tuple[Any, str]:
-    module_name, attribute = target.split(":")
-    return importlib.import_module(module_name), attribute
+    module_name, path = target.split(":")
+    holder = importlib.import_module(module_name)
+    *owners, attribute = path.split(".")
+    for owner in owners:
+        holder = getattr(holder, owner)
+    return holder, attribute
 
 
 def _holders(patch: Patch) -> list[tuple[Any, str]]:

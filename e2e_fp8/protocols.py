@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from e2e_fp8.types import ExportedTensor, PackedBatch, Prompt, Sample, StepReport, TokenStats
+from e2e_fp8.types import ExportedTensor, PackedBatch, Prompt, ReplayCounts, Sample, StepReport, TokenStats
 
 LossFn = Callable[[TokenStats, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(stats, micro-batch) -> (scalar loss *sum* over the micro-batch, metric sums). The engine divides by the global denominator."""
@@ -23,6 +23,10 @@ class TrainEngine(Protocol):
 
     def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
         """Forward, backward over all micro-batches, loss sums divided by ``denominator``, one optimizer step, parameter sync."""
+        ...
+
+    def take_replay_counts(self) -> ReplayCounts | None:
+        """What router replay changed since the last call; None when it is disabled."""
         ...
 
     def named_local_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:

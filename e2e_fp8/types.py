@@ -1,10 +1,10 @@
 """Carriers that cross stages: frozen, keyword-only, one place for shapes and units.
 
 Shape legend: ``P`` prompt tokens, ``R`` response tokens, ``S`` sequences of a micro-batch, ``T`` packed tokens
-(sum of all sequence lengths of a micro-batch), ``L`` MoE-capable layers, ``k`` experts per token.
+(sum of all sequence lengths of a micro-batch), ``L`` MoE-capable layers, ``k`` experts per token, in the engine's order (a slot each).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ class Sample:
     """Version of the weights that generated every token of this response."""
     response_mask: tuple[bool, ...] | None = None
     """R flags, False for tokens that a tool wrote (their ``rollout_log_probs`` are 0); None when the policy sampled all."""
+    routed_weights: Any | None = None
+    """numpy float32 ``[P + R - 1, L, k]``: gate weights of ``routed_experts`` as the engine applied them, or None."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose keys, values and routing came from the prefix cache; None when the engine does not say."""
+    preemptions: int | None = None
+    """Times that the engine threw this sample's keys and values away and computed them again; None when it does not say."""
     reward: float = 0.0
     """Set by the verifier after generation; finite."""
 
@@ -82,6 +88,16 @@ class PackedBatch:
     """float32 ``[T]``: multiply the policy loss; None for none."""
     keep_mask: torch.Tensor | None = None
     """float32 ``[T]``: 0 on trained tokens that the rollout correction rejected, 1 elsewhere; None when nothing was."""
+    routed_experts: torch.Tensor | None = None
+    """int32 ``[T, L, k]``: expert ids to replay, distinct within a token where ``replay_mask`` is True; None: the router chooses."""
+    routed_weights: torch.Tensor | None = None
+    """float32 ``[T, L, k]``: gate weights to replay in the order of ``routed_experts``; None: the trainer's own at those ids."""
+    replay_mask: torch.Tensor | None = None
+    """bool ``[T, L]``: where ``routed_experts`` is the engine's choice; elsewhere the router chooses. Given when they are."""
+
+    def without_replay(self) -> "PackedBatch":
+        """The same tokens, routed by the router."""
+        return replace(self, routed_experts=None, routed_weights=None, replay_mask=None)
 
     @property
     def trained_mask(self) -> torch.Tensor:
@@ -97,6 +113,16 @@ class TokenStats:
     """Natural-log probability of ``targets`` at the configured temperature."""
     entropy: torch.Tensor
     """Entropy of the predictive distribution, in nats, at the same temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayCounts:
+    """What router replay changed, by layer of the whole model, from 0."""
+
+    changed: dict[int, float]
+    """Replayed choices of an expert, one for each token and slot, that the trainer's router would not have made."""
+    assigned: dict[int, float]
+    """All replayed choices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""Megatron-Core side: optimizer, batch shape, parallel sizes, supervised warm start."""
+"""Megatron-Core side: optimizer, batch shape, parallel sizes, supervised warm start, router replay."""
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -27,6 +29,31 @@ class WarmStartConfig(Section):
     warmup_steps: int = Field(default=10, ge=0, description="Linear warm-up in steps.")
 
 
+class RouterReplayConfig(Section):
+    """Rollout routing replay (R3): the trainer sends each token to the experts that the engine chose. See docs/router_replay.md."""
+
+    mode: Literal["disabled", "R3", "R3_weights_order"] = Field(
+        default="disabled",
+        description="R3: the engine's expert ids, with gate weights from the trainer's own router logits at those ids. R3_weights_order: "
+        "the engine's gate weights and the order of its slots as well. The router keeps its gradient in both.",
+    )
+    uncovered: Literal["mask", "count"] = Field(
+        default="mask",
+        description="Response tokens whose own or earlier routing the engine did not return: out of the loss, or trained with the "
+        "trainer's own routing and counted in router_replay/uncovered_tokens.",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is replayed."""
+        return self.mode != "disabled"
+
+    @property
+    def needs_gate_weights(self) -> bool:
+        """Whether the engine has to return gate weights beside expert ids."""
+        return self.mode == "R3_weights_order"
+
+
 class TrainingConfig(Section):
     """Optimizer and batch shape of the reinforcement-learning phase."""
 
@@ -41,3 +68,4 @@ class TrainingConfig(Section):
     minibatches_per_step: int = Field(default=1, ge=1, description="Optimizer steps per rollout batch.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Megatron parallel sizes.")
     warm_start: WarmStartConfig = Field(default=WarmStartConfig(), description="Supervised phase before RL.")
+    router_replay: RouterReplayConfig = Field(default=RouterReplayConfig(), description="Rollout routing replay of a mixture of experts.")

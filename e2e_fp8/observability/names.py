@@ -150,6 +150,32 @@ _ROLLOUT_CORR = _prefixed(
         },
     },
 )
+REPLAY_LAYERS = 256
+"""Layers of which router replay may be reported one by one."""
+_CHANGED = "Replayed expert choices that the trainer's router would not have made"
+_REPLAY = _prefixed(
+    "router_replay",
+    {
+        **_table("fraction", coverage="Response tokens whose own and all earlier routing was replayed, in every layer"),
+        **_table(
+            "tokens",
+            uncovered_tokens="Response tokens of which that does not hold",
+            masked_tokens="Of them, those that were left out of the loss",
+            uncovered_prompt_tokens="Prompt tokens without recorded routing",
+            uncovered_tool_tokens="Tokens of tool results without recorded routing",
+            last_tokens="Last tokens of responses: the engine never forwards them, nothing is predicted from them",
+            prefix_cache_tokens="Prompt tokens whose routing was recorded when the prefix cache took them in",
+        ),
+        **_table(
+            "samples",
+            partial_samples="Samples of which some routing is missing",
+            missing_samples="Samples without any routing",
+            preempted_samples="Samples whose keys and values the engine computed anew, with a routing of their own, after a preemption",
+        ),
+        **_table("fraction", changed_ids=_CHANGED),
+        **_table("fraction", **{f"changed_ids/layer_{layer}": f"{_CHANGED}, layer {layer}" for layer in range(REPLAY_LAYERS)}),
+    },
+)
 _COST = {
     **_prefixed(
         "tokens",
@@ -169,7 +195,7 @@ _TILES = {
     for name, text in TILE_STATISTICS.items()
 }
 
-METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _MISMATCH | _ROLLOUT_CORR | _COST | _TILES
+METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _TILES
 
 
 def check_names(names: Iterable[str]) -> None:

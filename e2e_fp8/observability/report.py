@@ -165,12 +165,17 @@ def _mismatch(history: RunHistory) -> list[str]:
         "training/rollout_probs_diff_std": "std",
     }
     weights = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_min": "smallest", "rollout_corr/rollout_is_max": "largest"}
+    uncovered = {"router_replay/uncovered_tokens": "response tokens", "router_replay/masked_tokens": "left out of the loss"}
+    covered, changed = METRICS["router_replay/coverage"], METRICS["router_replay/changed_ids"]
     return [
         _chart(history, "Mismatch KL", {"mismatch_kl": "mismatch_kl"}, METRICS["mismatch_kl"].description),
         _chart(history, "Log-probability difference", log_probs, "|log p_train - log p_rollout| over response tokens"),
         _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens"),
         _chart(history, "Importance weights", weights, "p_train / p_rollout before truncation", from_zero=False),
         _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}, from_zero=False),
+        _chart(history, "Router replay coverage", {"router_replay/coverage": "response tokens"}, covered.description),
+        _chart(history, "Not replayed", uncovered),
+        _chart(history, "Choices changed by router replay", {"router_replay/changed_ids": "all layers"}, changed.description),
     ]
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from e2e_fp8.errors import DataError
+from e2e_fp8.orchestration.replay import Routing
 from e2e_fp8.types import PackedBatch, Prompt, Sample
 
 
@@ -26,6 +27,8 @@ class _Row:
     rollout_log_probs: tuple[float, ...]
     response_mask: tuple[bool, ...] | None = None
     """Which response tokens are trained; None: all."""
+    routing: Routing | None = None
+    """Of all tokens; None: nothing is replayed."""
 
     def __post_init__(self) -> None:
         # either would shift every later entry of the packed arrays
@@ -37,6 +40,8 @@ class _Row:
             )
         if self.response_mask is not None and len(self.response_mask) != len(self.rollout_log_probs):
             raise ValueError(f"prompt {self.uid}: {len(self.response_mask)} mask entries for {len(self.rollout_log_probs)} response tokens")
+        if self.routing is not None and len(self.routing.covered) != len(self.tokens):
+            raise ValueError(f"prompt {self.uid}: routing of {len(self.routing.covered)} tokens for {len(self.tokens)}")
 
 
 def _bins(rows: Sequence[_Row], max_tokens: int) -> list[list[_Row]]:
@@ -103,13 +108,35 @@ def _pack(rows: Sequence[_Row], device: torch.device | str) -> PackedBatch:
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
         rollout_log_probs=torch.tensor(rollout, dtype=torch.float32, device=device),
         old_log_probs=torch.zeros_like(mask_T),
+        **_packed_routing(rows, device),
     )
 
 
+def _packed_routing(rows: Sequence[_Row], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Replay fields of a PackedBatch; none when the rows have no routing."""
+    routings = [row.routing for row in rows if row.routing is not None]
+    if not routings:
+        return {}
+    weights = [r.weights for r in routings if r.weights is not None]
+    packed = {"routed_experts": torch.cat([r.ids for r in routings]), "replay_mask": torch.cat([r.covered for r in routings])}
+    packed |= {"routed_weights": torch.cat(weights)} if weights else {}
+    return {name: values.to(device) for name, values in packed.items()}
+
+
 def pack_samples(
-    samples: Sequence[Sample], advantages_N: torch.Tensor, *, max_tokens: int, device: torch.device | str, shares: int = 1
+    samples: Sequence[Sample],
+    advantages_N: torch.Tensor,
+    *,
+    max_tokens: int,
+    device: torch.device | str,
+    shares: int = 1,
+    routings: Sequence[Routing] | None = None,
+    mask_uncovered: bool = True,
 ) -> list[PackedBatch]:
     """Micro-batches of whole sequences, in sample order, for ``shares`` data-parallel ranks.
+
+    ``routings`` has the routing to replay of each sample. With ``mask_uncovered`` a response token whose log-prob does not rest on
+    replayed routing alone is out of the loss mask, and with it out of every sum and metric over it.
 
     Raises:
         DataError: one sequence is longer than ``max_tokens``, or a prompt has no tokens; names the prompt.
@@ -122,11 +149,18 @@ def pack_samples(
             prompt_length=len(s.prompt.token_ids),
             advantage=float(a),
             rollout_log_probs=s.rollout_log_probs,
-            response_mask=s.response_mask,
+            response_mask=s.response_mask if routing is None or not mask_uncovered else _replayed_mask(s, routing),
+            routing=routing,
         )
-        for s, a in zip(samples, advantages_N, strict=True)
+        for s, a, routing in zip(samples, advantages_N, routings or [None] * len(samples), strict=True)
     ]
     return [_pack(rows_of_bin, device) for rows_of_bin in _bins_for(rows, max_tokens, shares)]
+
+
+def _replayed_mask(sample: Sample, routing: Routing) -> tuple[bool, ...]:
+    """Response tokens that are trained and replayed; the token at position t + 1 is predicted from position t."""
+    replayed = routing.replayed[len(sample.prompt.token_ids) - 1 : -1].tolist()
+    return tuple(a and b for a, b in zip(sample.response_mask or (True,) * len(replayed), replayed, strict=True))
 
 
 def pack_supervised(

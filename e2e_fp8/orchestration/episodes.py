@@ -6,7 +6,9 @@ and log-probs need nothing new; tokens of a tool result have ``response_mask`` F
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy
 
 from e2e_fp8.tasks.tokenizer import Tokenizer
 from e2e_fp8.tasks.tools import Tool, tool_call, tool_result
@@ -22,7 +24,8 @@ class Generator(Protocol):
 def joined(first: Sample, tool_tokens: Sequence[int], then: Sample) -> Sample:
     """One sample of ``first``, a tool's tokens and ``then``, whose prompt was all of that.
 
-    Text, end and routing are those of ``then``: the last turn is what rewards read, and its prefix covers every earlier token.
+    Text and end are those of ``then``, which is what rewards read. Routing of a token that ``first`` forwarded is that of ``first``, whose
+    log-probs came of it; ``then`` may have computed the same token once more, and otherwise.
 
     Raises:
         ValueError: ``then`` did not start from those tokens, or another policy version wrote it.
@@ -40,7 +43,16 @@ def joined(first: Sample, tool_tokens: Sequence[int], then: Sample) -> Sample:
         response_token_ids=(*first.response_token_ids, *tool_tokens, *then.response_token_ids),
         rollout_log_probs=(*first.rollout_log_probs, *(0.0 for _ in tool_tokens), *then.rollout_log_probs),
         response_mask=(*before, *(False for _ in tool_tokens), *(True for _ in then.response_token_ids)),
+        routed_experts=_joined_rows(first.routed_experts, then.routed_experts),
+        routed_weights=_joined_rows(first.routed_weights, then.routed_weights),
+        cached_tokens=first.cached_tokens,
+        preemptions=None if first.preemptions is None or then.preemptions is None else first.preemptions + then.preemptions,
     )
+
+
+def _joined_rows(first: Any, then: Any) -> Any:
+    """Rows of the first turn, and of the second for the tokens after them; None when either turn has none."""
+    return None if first is None or then is None else numpy.concatenate([first, then[len(first) :]])
 
 
 def generate_episodes(

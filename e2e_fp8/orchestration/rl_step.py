@@ -8,6 +8,7 @@ from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss
+from e2e_fp8.orchestration.replay import changed_metrics
 from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.warm_start import warmed_up
@@ -69,6 +70,9 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
             minibatches, record = regrouped(corrected, minibatches), record | metrics
     with timer("update"):
         update, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
+    replayed = changed_metrics(session.trainer.take_replay_counts())
+    # in bypass mode the update is the first to replay; otherwise its weights move between the counts
+    record |= replayed if scored.stats is None else {}
     record |= update | tiles
     record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
     return record

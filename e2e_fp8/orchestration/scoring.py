@@ -11,6 +11,7 @@ from e2e_fp8.correction.importance import safe_log_ratio
 from e2e_fp8.correction.sequences import Sequences
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, regrouped, with_advantages, with_old_log_probs
+from e2e_fp8.orchestration.replay import changed_metrics, coverage_metrics, routing_of
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.types import PackedBatch, Sample, TokenStats
 from e2e_fp8.update.advantages import group_advantages
@@ -40,25 +41,47 @@ def score(session: Session, samples: Sequence[Sample], timer: PhaseTimer) -> Sco
     cfg, trainer = session.cfg, session.trainer
     group_ids = [s.group_id for s in samples]
     slices = minibatch_slices(group_ids, min(cfg.training.minibatches_per_step, len(set(group_ids))))
-    limit, blank = cfg.training.max_tokens_per_microbatch, torch.zeros(len(samples))
-    parts = [pack_samples(samples[part], blank[part], max_tokens=limit, device=trainer.device, shares=trainer.grid.data) for part in slices]
+    parts, metrics = _packed(session, samples, slices)
     batches, stats = [b for part in parts for b in part], None
     if cfg.correction.bypass_mode:
         batches = [replace(b, old_log_probs=b.rollout_log_probs) for b in batches]
     else:
         stats = trainer.token_stats(batches)
+        metrics |= changed_metrics(trainer.take_replay_counts())
         batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
     if session.reference is not None:
         with timer("reference"):
-            reference = session.reference.token_stats(batches)
+            reference = session.reference.token_stats([b.without_replay() for b in batches])
         batches = [replace(b, ref_log_probs=r.log_probs * b.loss_mask) for b, r in zip(batches, reference, strict=True)]
-    rewards, metrics = _shaped_rewards(session, samples, batches)
+    rewards, shaping = _shaped_rewards(session, samples, batches)
     advantages, _ = group_advantages(
         rewards, torch.tensor(group_ids), normalize_by_std=cfg.objective.normalize_by_std, eps=cfg.objective.advantage_eps
     )
     batches = with_advantages(batches, advantages)
-    metrics |= _advantage_metrics(samples, advantages)
+    metrics |= shaping | _advantage_metrics(samples, advantages)
     return Scored(minibatches=regrouped(batches, parts), stats=stats, metrics=metrics)
+
+
+def _packed(session: Session, samples: Sequence[Sample], slices: Sequence[slice]) -> tuple[Minibatches, dict[str, float]]:
+    """Micro-batches of each slice of the samples, without log-probs and advantages, and what of their routing is replayed."""
+    cfg, replay = session.cfg, session.cfg.training.router_replay
+    blank, routings, metrics = torch.zeros(len(samples)), None, {}
+    if replay.enabled:
+        routings = [routing_of(s, cfg) for s in samples]
+        metrics = coverage_metrics(samples, routings, masked=replay.uncovered == "mask")
+    parts = [
+        pack_samples(
+            samples[part],
+            blank[part],
+            max_tokens=cfg.training.max_tokens_per_microbatch,
+            device=session.trainer.device,
+            shares=session.trainer.grid.data,
+            routings=None if routings is None else routings[part],
+            mask_uncovered=replay.uncovered == "mask",
+        )
+        for part in slices
+    ]
+    return parts, metrics
 
 
 def _advantage_metrics(samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
@@ -82,7 +105,7 @@ def _shaped_rewards(session: Session, samples: Sequence[Sample], batches: Sequen
         rewards = rewards + penalty
     if objective.kl_coef and objective.kl_placement == "reward":
         kl = torch.cat([_sequence_kl(b, objective.kl_estimator) for b in batches])
-        metrics["kl_ref"] = float(kl.sum() / sum(float(b.loss_mask.sum()) for b in batches))
+        metrics["kl_ref"] = float(kl.sum() / max(sum(float(b.loss_mask.sum()) for b in batches), 1.0))
         rewards = rewards - objective.kl_coef * kl
     return rewards, metrics
 

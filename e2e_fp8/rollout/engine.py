@@ -18,7 +18,7 @@ from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery, engine_lay
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
 from e2e_fp8.rollout.rank_layout import rank_layout
-from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
+from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed, split_record
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LiveParameters
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
@@ -172,6 +172,8 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine, order = self._llm.llm_engine, {}
+        preemptions: dict[str, int] = {}
+        internal: list[str] = []
         for index, prompt in enumerate(prompts):
             for member in range(group_size):
                 params = SamplingParams(
@@ -186,25 +188,31 @@ class VllmEngine:
                 request_id = f"e2e-{self._requests}"
                 self._requests += 1
                 order[request_id] = index * group_size + member
-                engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params)
+                internal.append(engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params))
         finished: list[Any] = [None] * len(order)
         cached_tokens = 0
         deadline, done, steps = time.monotonic() + self.cfg.rollout.timeout_s, 0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
-                finished[order[output.request_id]] = output.outputs[0]
+                finished[order[output.request_id]] = output
                 cached_tokens += output.num_cached_tokens or 0
                 done += 1
+            # the scheduler forgets a request when it ends, and does not preempt it in that step
+            waiting = engine.engine_core.engine_core.scheduler.requests.values()
+            preemptions |= {request.request_id: request.num_preemptions for request in waiting if request.num_preemptions}
             steps += 1
             self._thread.progress = f"{done} of {len(order)} samples finished after {steps} steps"
             if time.monotonic() > deadline:
                 # The caller has given up by now; do not compete with it for the processor.
                 raise EngineError("generation abandoned")
         self.prefix_cache_hit_rate = cached_tokens / max(1, group_size * sum(len(p.token_ids) for p in prompts))
-        return finished
+        return [(output, preemptions.get(name, 0)) for output, name in zip(finished, internal, strict=True)]
 
-    def _sample(self, prompt: Prompt, group_id: int, output: Any) -> Sample:
+    def _sample(self, prompt: Prompt, group_id: int, finished: tuple[Any, int]) -> Sample:
+        request, preemptions = finished
+        output = request.outputs[0]
         token_ids = tuple(output.token_ids)
+        routed_experts, routed_weights = split_record(output.routed_experts, self.hf_config["num_hidden_layers"])
         assert self.policy_version is not None
         return finished_sample(
             prompt,
@@ -212,7 +220,10 @@ class VllmEngine:
             token_ids=token_ids,
             log_probs=tuple(step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)),
             finish_reason=output.finish_reason,
-            routed_experts=output.routed_experts,
+            routed_experts=routed_experts,
+            routed_weights=routed_weights,
+            cached_tokens=request.num_cached_tokens,
+            preemptions=preemptions,
             policy_version=self.policy_version,
             stop=self.cfg.rollout.stop,
             eos_token_id=self.eos_token_id,

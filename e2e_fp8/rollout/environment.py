@@ -10,6 +10,8 @@ from collections.abc import Mapping, MutableMapping
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
+CAPTURE_GATE_WEIGHTS = "E2E_FP8_CAPTURE_GATE_WEIGHTS"
+"""1: the plugin makes vLLM record gate weights beside expert ids."""
 _REASONS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "rollout.placement says whether the engine lives in the trainer's process",
     "VLLM_USE_DEEP_GEMM_E8M0": "vLLM's default of 1 requantizes the delivered FP8 weights to power-of-two scales",
@@ -18,6 +20,7 @@ _REASONS = {
     "TORCH_COMPILE_DISABLE": "compiled code rounds differently from the reference arithmetic and costs half a minute",
     "VLLM_CPU_KVCACHE_SPACE": "rollout.kv_cache_gib sets the size of the KV cache",
     "VLLM_CPU_SGL_KERNEL": "the packed kernel keeps no checkpoint layout",
+    CAPTURE_GATE_WEIGHTS: "training.router_replay.mode replays gate weights, which vLLM then has to record",
 }
 NUMERIC_SWITCHES = (
     *_REASONS,
@@ -34,6 +37,8 @@ def rollout_environment(cfg: Config, *, device: str) -> dict[str, str]:
     """Variables the engine needs on ``device`` (``cpu`` or ``cuda``)."""
     in_process = cfg.rollout.placement == "in_process"
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1", "VLLM_NO_USAGE_STATS": "1"}
+    if cfg.training.router_replay.needs_gate_weights:
+        common[CAPTURE_GATE_WEIGHTS] = "1"
     if device == "cpu":
         if cfg.rollout.tensor_parallel > 1:
             # vLLM's own choice is one rank for each memory node, and refuses more ranks than there are nodes.

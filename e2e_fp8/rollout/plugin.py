@@ -3,9 +3,14 @@
 vLLM swallows errors of plugins and goes on without them: :mod:`e2e_fp8.rollout.preflight` turns that into an error.
 """
 
+import os
+
 
 def register() -> None:
-    """Register weight-transfer engines and the shared loader, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once."""
+    """Register weight-transfer engines and the shared loader, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once.
+
+    Where ``E2E_FP8_CAPTURE_GATE_WEIGHTS`` is 1, vLLM's record of expert ids takes gate weights as well.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -21,3 +26,9 @@ def register() -> None:
         from e2e_fp8.rollout.cpu_fp8 import register_cpu_fp8
 
         register_cpu_fp8()
+    from e2e_fp8.rollout.environment import CAPTURE_GATE_WEIGHTS
+
+    if os.environ.get(CAPTURE_GATE_WEIGHTS) == "1":
+        from e2e_fp8.rollout.gate_weights import record_gate_weights
+
+        record_gate_weights()

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
+
 from e2e_fp8.errors import DataError
 from e2e_fp8.types import Prompt, Sample
 
@@ -41,6 +43,19 @@ def length_at_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Callab
     return len(token_ids)
 
 
+def split_record(record: numpy.ndarray | None, layers: int) -> tuple[numpy.ndarray | None, numpy.ndarray | None]:
+    """``(expert ids, gate weights)`` of a request: ``record`` is ``[n, L, k]`` ids alone, or uint32 ``[n, 2 L, k]``.
+
+    Raises:
+        ValueError: neither of the two.
+    """
+    if record is None or record.shape[1] == layers:
+        return record, None
+    if record.shape[1] != 2 * layers or record.dtype != numpy.uint32:
+        raise ValueError(f"a routing record of shape {record.shape} and {record.dtype} for {layers} layers")
+    return record[:, :layers].astype(numpy.uint16), numpy.ascontiguousarray(record[:, layers:]).view(numpy.float32)
+
+
 def finished_sample(
     prompt: Prompt,
     *,
@@ -53,13 +68,17 @@ def finished_sample(
     stop: Sequence[str],
     eos_token_id: int,
     decode: Callable[[Sequence[int]], str],
+    routed_weights: Any = None,
+    cached_tokens: int | None = None,
+    preemptions: int | None = None,
 ) -> Sample:
     """A sample as the engine returned it, cut at the token that completes a stop string; the text leaves the end token out."""
     cut = length_at_stop(token_ids, stop, decode)
     if cut is not None:
         token_ids, log_probs, finish_reason = token_ids[:cut], log_probs[:cut], "stop"
-    if routed_experts is not None:
-        routed_experts = routed_experts[: len(prompt.token_ids) + len(token_ids) - 1]
+    # the last token of what is left was not forwarded, or what followed it is gone
+    forwarded = len(prompt.token_ids) + len(token_ids) - 1
+    routed_experts, routed_weights = (values if values is None else values[:forwarded] for values in (routed_experts, routed_weights))
     return Sample(
         prompt=prompt,
         group_id=group_id,
@@ -69,4 +88,7 @@ def finished_sample(
         routed_experts=routed_experts,
         finish_reason=finish_reason,  # type: ignore[arg-type]
         policy_version=policy_version,
+        routed_weights=routed_weights,
+        cached_tokens=cached_tokens,
+        preemptions=preemptions,
     )

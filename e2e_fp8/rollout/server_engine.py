@@ -19,7 +19,7 @@ from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.rollout.engine import engine_args
 from e2e_fp8.rollout.engine_layout import read_hf_config
 from e2e_fp8.rollout.environment import apply_environment, rollout_environment
-from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
+from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed, split_record
 from e2e_fp8.rollout.server_process import ServerProcess, server_flags
 from e2e_fp8.sync.channels import WriteFolder
 from e2e_fp8.sync.control import UpdateControl
@@ -176,6 +176,8 @@ class ServerEngine:
         if len(log_probs) != len(token_ids):
             raise EngineError(f"The rollout server returned {len(log_probs)} log-probs for {len(token_ids)} tokens of {prompt.uid!r}.")
         encoded = choice["routed_experts"]
+        record = None if encoded is None else numpy.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        routed_experts, routed_weights = split_record(record, self.hf_config["num_hidden_layers"])
         assert self.policy_version is not None
         return finished_sample(
             prompt,
@@ -183,7 +185,8 @@ class ServerEngine:
             token_ids=token_ids,
             log_probs=log_probs,
             finish_reason=choice["finish_reason"],
-            routed_experts=None if encoded is None else numpy.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False),
+            routed_experts=routed_experts,
+            routed_weights=routed_weights,
             policy_version=self.policy_version,
             stop=self.cfg.rollout.stop,
             eos_token_id=self.eos_token_id,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from e2e_fp8.training.model import build_model, build_optimizer, check_supported
 from e2e_fp8.training.packing import packed_layout, pad_packed, to_device
 from e2e_fp8.training.parallel import initialize_parallel_state, rank_parameters, tensor_group, world_size
 from e2e_fp8.training.weights import check_weights, import_safetensors, initial_hf_weights, local_weight
-from e2e_fp8.types import PackedBatch, StepReport, TokenStats
+from e2e_fp8.types import PackedBatch, ReplayCounts, StepReport, TokenStats
 
 
 def select_ground(cfg: Config) -> Ground:
@@ -68,12 +69,22 @@ class MegatronEngine:
             self.rank = dist.get_rank()
             self.ground.prepare()
             self.chunks, self._wrapped = build_model(cfg, self.ground)
+            self.router_replays = self._router_replays()
             self._parameters = rank_parameters(self.chunks, self.layout_of(self.rank))
             self.ground.configure_precision([p for p in self._parameters if p.in_linear], self.plan)
             self._optimizer = build_optimizer(cfg, self.ground, self._wrapped)
             self._masters = optimizer_state.master_shards(self._optimizer, self._parameters)
         source = cfg.model.hf_path
         self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
+
+    def _router_replays(self) -> Any | None:
+        """The routers as ``training.router_replay`` wants them; None when it is disabled."""
+        replay = self.cfg.training.router_replay
+        if not replay.enabled:
+            return None
+        from e2e_fp8.training.router_replay import RouterReplays
+
+        return RouterReplays(self.chunks, sequence_parallel=uses_sequence_parallel(self.cfg), weights_and_order=replay.needs_gate_weights)
 
     def layout_of(self, rank: int) -> list[ShardedParameter]:
         """What any rank of this job holds of each Hugging Face tensor."""
@@ -181,7 +192,12 @@ class MegatronEngine:
         padded = to_device(pad_packed(batch, multiple), self.ground.device)
         params, positions_T = packed_layout(padded.cu_seqlens)
         self.chunks[self._wrapped.index(wrapped)].rotary_pos_emb.positions_T = positions_T
-        return wrapped(padded.token_ids[None], positions_T[None], None, packed_seq_params=params)
+        with self.router_replays.replaying(padded) if self.router_replays is not None else nullcontext():
+            return wrapped(padded.token_ids[None], positions_T[None], None, packed_seq_params=params)
+
+    def take_replay_counts(self) -> ReplayCounts | None:
+        """What router replay changed in this rank's layers since the last call; None when it is disabled."""
+        return None if self.router_replays is None else self.router_replays.take_counts()
 
     def _stats(self, logits_1TV: torch.Tensor, batch: PackedBatch) -> TokenStats:
         return token_stats_from_logits(

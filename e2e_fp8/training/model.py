@@ -68,6 +68,7 @@ def transformer_config(cfg: Config, ground: Ground) -> Any:
             "moe_router_fusion": False,
             "moe_permute_fusion": False,
             "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_routing_replay": cfg.training.router_replay.enabled,
         }
     return TransformerConfig(
         num_layers=model.num_hidden_layers,

@@ -53,7 +53,7 @@ def pad_packed(batch: PackedBatch, multiple: int) -> PackedBatch:
         elif field.name == "position_ids":
             changes[field.name] = torch.cat([value, torch.arange(extra, dtype=value.dtype, device=value.device)])
         elif value is not None:
-            changes[field.name] = torch.cat([value, value.new_zeros(extra)])
+            changes[field.name] = torch.cat([value, value.new_zeros(extra, *value.shape[1:])])
     return replace(batch, **changes)
 
 

@@ -24,7 +24,7 @@ from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.training.engine import MegatronEngine, select_ground
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.parallel import start_torch_distributed, world_size
-from e2e_fp8.types import PackedBatch, StepReport, TokenStats
+from e2e_fp8.types import PackedBatch, ReplayCounts, StepReport, TokenStats
 
 Role = Literal["policy", "reference"]
 
@@ -121,6 +121,18 @@ class DrivingEngine(MegatronEngine):
     def held_digests(self) -> list[dict[str, int]]:
         """Of every other rank, in order, the digests of the rectangles it holds (``export.gather.held_pieces``)."""
         return [answer["digests"] for answer in self.channel.ask_all()]
+
+    def take_replay_counts(self) -> ReplayCounts | None:
+        """As MegatronEngine's, of all ranks; tensor ranks that route the same tokens count each of them, in both counts."""
+        counts = super().take_replay_counts()
+        if counts is None:
+            return None
+        self._tell("take_replay_counts")
+        for answer in self.channel.ask_all():
+            for kind, total in (("changed", counts.changed), ("assigned", counts.assigned)):
+                for layer, count in answer[kind].items():
+                    total[int(layer)] = total.get(int(layer), 0.0) + count
+        return counts
 
     def start_census(self) -> None:
         """The others count the tiles of the next update too. Collective: iterate ``named_masters`` next."""

@@ -1,6 +1,7 @@
 """Ranks 1, 2, ... of the trainer: take orders of rank 0 until it says stop."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ class Follower:
 
     def _do_publish(self, order: Order, tensors: Tensors) -> None:
         publish_weights(self._engine(order), None, self.cfg)
+
+    def _do_take_replay_counts(self, order: Order, tensors: Tensors) -> None:
+        counts = self._engine(order).take_replay_counts()
+        assert counts is not None
+        self.channel.answer(asdict(counts))
 
     def _do_start_census(self, order: Order, tensors: Tensors) -> None:
         self._census = census_of(self._engine(order), QuantizationPlan.from_config(self.cfg))
