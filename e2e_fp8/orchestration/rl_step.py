@@ -12,6 +12,7 @@ from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
 from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
+from e2e_fp8.orchestration.shadow_pass import ShadowPass
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
 from e2e_fp8.protocols import LossFn, TrainEngine
@@ -70,27 +71,31 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
             record["entropy"] = _entropy(scored.batches, scored.stats)
             corrected, metrics = correct(scored.batches, log_probs, cfg.correction)
             minibatches, record = regrouped(corrected, minibatches), record | metrics
+    shadow = ShadowPass(cfg.objective, session.trainer, minibatches, session.clip_state, timer)
     with timer("update"):
-        update, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
-    record |= update | tiles
+        run = _update_with_census if census else _update
+        record |= run(session, step, minibatches, shadow)
+    session.clip_state = shadow.state
+    record |= shadow.metrics()
     record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
     return record
 
 
-def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> dict[str, float]:
+def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
     """One optimizer step per mini-batch, and the metrics of all."""
     cfg = session.cfg
     session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
-    loss_fn = make_loss_fn(cfg.objective, cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
     reports: list[StepReport] = []
     corrections: list[dict[str, float]] = []
     trained = 0.0
-    for part in minibatches:
+    for index, part in enumerate(minibatches):
         if cfg.correction.bypass_mode and cfg.correction.corrects:
             # Against the rollout policy as the weights are now; the loss's own forward gives the same log-probs.
             log_probs = [s.log_probs for s in session.trainer.token_stats(part)]
             part, metrics = correct(part, log_probs, cfg.correction)
             corrections.append(metrics | mismatch(part, log_probs, cfg.correction.mismatch_threshold))
+        objective = shadow.objective_for(index, part)
+        loss_fn = make_loss_fn(objective, cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
         trained += float(sum(b.trained_mask.sum() for b in part))
         reports.append(optimizer_step(session.trainer, part, loss_fn, loss_denominator(part, cfg.objective.loss_agg_mode)))
     return mean_of(corrections) | _update_metrics(reports) | {TRAINED_TOKENS: trained}
@@ -103,14 +108,15 @@ def optimizer_step(trainer: TrainEngine, part: list[PackedBatch], loss_fn: LossF
     return trainer.train_step(part, loss_fn, denominator)
 
 
-def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[dict[str, float], dict[str, float]]:
+def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
+    """The same, with tile statistics of the update's own passes."""
     plan = QuantizationPlan.from_config(session.cfg)
     with TileCensus(session.trainer.model, plan) as census:
         for name, weight in session.trainer.named_masters():
             if weight.dim() == 2 and ".linear_" in name:
                 census.count_weight(weight.to(torch.bfloat16))
-        update = _update(session, step, minibatches)
-    return update, census.record()
+        update = _update(session, step, minibatches, shadow)
+    return update | census.record()
 
 
 def mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.environment import prepare
 from e2e_fp8.orchestration.episodes import generate_episodes
+from e2e_fp8.orchestration.shadow_pass import ClipState
 from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
@@ -61,6 +62,8 @@ class Session:
     rollout: VllmEngine | ServerEngine | None = None
     reference: MegatronEngine | None = None
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
+    clip_state: ClipState = field(default_factory=ClipState)
+    """Of calibrated clipping, after the last finished update."""
 
     def make_reference(self, state: dict[str, Any]) -> None:
         """Freeze a second engine at ``state`` as the reference policy."""
