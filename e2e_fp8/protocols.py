@@ -21,6 +21,10 @@ class TrainEngine(Protocol):
         """Forward only, no gradient."""
         ...
 
+    def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """The same with BF16 linears on bf16(FP32 master), no second copy of the model kept."""
+        ...
+
     def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
         """Forward, backward over all micro-batches, loss sums divided by ``denominator``, one optimizer step, parameter sync."""
         ...

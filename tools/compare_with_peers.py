@@ -1,15 +1,19 @@
-"""Losses, gradients and corrections on random batches, ours beside verl's, and why they differ where they do.
+"""Losses, gradients and corrections on random batches, ours beside verl's and TRL's, and why they differ where they do.
 
-Needs an importable ``verl`` (developers only; tests/unit/test_peers.py runs it where there is one):
+For developers: requirements/peers.txt has the versions and says how to install them (tests/unit/test_peers.py runs this where they are).
+Exits with 1 when something differs without a reason, with 2 when a peer is missing.
 
-    python tools/compare_with_peers.py
+    PYTHONPATH=. python tools/compare_with_peers.py [--peer verl] [--peer trl] [--seed 0]
 """
 # pyright: reportMissingImports=false
 
 import argparse
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 
@@ -32,6 +36,7 @@ TOLERANCE = 1e-6
 class Comparison:
     """One formula on one batch."""
 
+    peer: str = "verl"
     name: str
     difference: float
     """Largest absolute difference of value and gradient."""
@@ -90,8 +95,8 @@ def with_gradient(function: Callable[[torch.Tensor], torch.Tensor], log_probs: t
 
 
 def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest absolute difference."""
-    return float((ours.double() - theirs.double()).abs().max())
+    """Largest absolute difference; a nan on either side alone is infinitely far."""
+    return float(torch.nan_to_num((ours.double() - theirs.double()).abs(), nan=torch.inf).max())
 
 
 def our_loss(batch: PackedBatch, objective: ObjectiveConfig, correction: CorrectionConfig | None = None) -> Callable[..., torch.Tensor]:
@@ -259,8 +264,12 @@ def metrics(p: Padded) -> Iterator[Comparison]:
         yield Comparison(name=f"rollout_corr/{name}", difference=abs(ours[f"rollout_corr/{name}"] - float(value)))
 
 
+PEERS = {"verl": "tools.compare_with_peers", "trl": "tools.compare_with_trl"}
+"""Module whose ``comparisons(seed)`` runs a peer."""
+
+
 def comparisons(seed: int) -> list[Comparison]:
-    """All of them on one random batch."""
+    """verl's, all of them on one random batch."""
     p = Padded.random(seed)
     return [c for part in (policy_losses, reinforce, divergences, weights, rejections, advantages, metrics) for c in part(p)]
 
@@ -268,11 +277,24 @@ def comparisons(seed: int) -> list[Comparison]:
 def main() -> int:
     """Print the table; exit code 1 when one differs that is to agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=PEERS, action="append", help="default: both")
     parser.add_argument("--seed", type=int, default=0)
-    table = comparisons(parser.parse_args().seed)
-    for c in table:
-        print(f"{c.name:45s} {c.difference:9.2e}  {c.reason or ('agree' if c.difference <= TOLERANCE else 'DIFFER')}")
-    return int(any(c.difference > TOLERANCE and not c.reason for c in table))
+    args = parser.parse_args()
+    chosen = args.peer or list(PEERS)
+    missing = [peer for peer in chosen if importlib.util.find_spec(peer) is None]
+    if missing:
+        remedy = "install requirements/peers.txt as it says, or name another --peer"
+        print(f"{', '.join(missing)} cannot be imported: {remedy}.", file=sys.stderr)
+        return 2
+    unexplained = 0
+    for peer in chosen:
+        print(f"{peer} {version(peer)}")
+        for c in importlib.import_module(PEERS[peer]).comparisons(args.seed):
+            differs = c.difference > TOLERANCE
+            unexplained += differs and not c.reason
+            print(f"  {c.name:45s} {c.difference:9.2e}  {c.reason or ('DIFFER' if differs else 'agree')}")
+    print(f"{unexplained} unexplained")
+    return int(unexplained > 0)
 
 
 if __name__ == "__main__":

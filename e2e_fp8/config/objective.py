@@ -24,6 +24,17 @@ KIND_DEFAULTS: dict[str, dict[str, Any]] = {
 """Fields that an objective sets where the file does not; the others keep the defaults of the fields themselves, which are GRPO's."""
 
 
+class CalibrationConfig(Section):
+    """Calibrated clipping: FP8 clip ranges that hold back as many tokens as BF16 ratios would (docs/formulas.md)."""
+
+    interval: int = Field(default=0, ge=0, description="Optimizer steps between two shadow passes; 0 for none (the paper's is 20).")
+    ranges: Literal["low", "both"] = Field(
+        default="both", description="low: clip_low alone moves; both: clip_high is scaled by the same factor, the paper's rebalancing."
+    )
+    min_factor: float = Field(default=0.2, gt=0, le=1, description="Least share of the configured range that one in use may be.")
+    max_factor: float = Field(default=5.0, ge=1, description="Most times the configured range that one in use may be.")
+
+
 class ObjectiveConfig(Section):
     """Policy objective. ``kind`` fills the fields that the file leaves out (table in docs/formulas.md); explicit ones stay."""
 
@@ -37,6 +48,7 @@ class ObjectiveConfig(Section):
     )
     clip_low: float = Field(default=0.2, gt=0, le=1, description="Lower clip range: ratio >= 1 - clip_low; at 1 nothing is clipped below.")
     clip_high: float = Field(default=0.28, gt=0, description="Upper clip range: ratio <= 1 + clip_high (DAPO clip-higher).")
+    calibration: CalibrationConfig = Field(default=CalibrationConfig(), description="Calibrated clipping.")
     dual_clip: float | None = Field(
         default=None, description="Largest ratio c > 1 that counts for a negative advantage (dual-clip PPO); None for no bound."
     )

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from e2e_fp8.config.root import Config
 
 _RATIO_CLIPPED = ("grpo", "dr_grpo", "dapo", "ppo")
+_SEQUENCE_CLIPPED = ("gspo", "gspo_token")
 
 
 def check_objective(cfg: "Config") -> None:
@@ -18,7 +19,7 @@ def check_objective(cfg: "Config") -> None:
             "objective.advantage is gae, but there is no value model to train in this version: set it to group, with which objective.kind "
             "ppo runs its clipped loss on group-relative advantages."
         )
-    if o.dual_clip is not None and o.kind not in (*_RATIO_CLIPPED, "gspo", "gspo_token"):
+    if o.dual_clip is not None and o.kind not in (*_RATIO_CLIPPED, *_SEQUENCE_CLIPPED):
         raise ConfigError(f"objective.dual_clip is {o.dual_clip}, but objective.kind {o.kind} has no clipped ratio: remove it.")
     if o.dual_clip is not None and o.dual_clip <= 1 + o.clip_high:
         raise ConfigError(
@@ -41,6 +42,34 @@ def check_objective(cfg: "Config") -> None:
         raise ConfigError(
             f"objective.kl_estimator is {o.kl_estimator}, but objective.kl_placement is reward, through which no gradient goes: use "
             f"{o.kl_estimator[:-1]}."
+        )
+
+
+def check_calibration(cfg: "Config") -> None:
+    """Raise ConfigError where calibrated clipping has nothing to compare or nothing to move."""
+    o, c = cfg.objective, cfg.objective.calibration
+    if not c.interval:
+        return
+    on = f"objective.calibration.interval is {c.interval}"
+    if o.kind not in (*_RATIO_CLIPPED, *_SEQUENCE_CLIPPED):
+        raise ConfigError(f"{on}, but objective.kind {o.kind} has no clipped ratio with a lower bound for A < 0: set interval to 0.")
+    if cfg.numerics.training_precision != "fp8":
+        raise ConfigError(f"{on}, but numerics.training_precision is bf16: the shadow pass would repeat the trainer's own. Set it to 0.")
+    if cfg.correction.bypass_mode:
+        raise ConfigError(
+            f"{on}, but correction.bypass_mode is true: the shadow ratio needs the trainer's own old log-probs, so set one of them to 0 or "
+            "false."
+        )
+    if cfg.training.minibatches_per_step < 2:
+        raise ConfigError(
+            f"{on}, but training.minibatches_per_step is 1: the only optimizer step of a batch has ratio 1 at every token and clips "
+            "nothing, so raise minibatches_per_step or set interval to 0."
+        )
+    highest = 1 + o.clip_high * c.max_factor
+    if c.ranges == "both" and o.dual_clip is not None and o.dual_clip <= highest:
+        raise ConfigError(
+            f"objective.dual_clip is {o.dual_clip}, but objective.calibration may move the upper bound to 1 + clip_high x max_factor = "
+            f"{highest:g}: lower objective.calibration.max_factor, or raise dual_clip."
         )
 
 

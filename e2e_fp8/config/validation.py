@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from e2e_fp8.config.layout_rule import check_layout
-from e2e_fp8.config.objective_rules import check_correction, check_objective
+from e2e_fp8.config.objective_rules import check_calibration, check_correction, check_objective
 from e2e_fp8.config.replay_rule import check_router_replay
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.tiles import TILE as BLOCK
@@ -44,6 +44,7 @@ def check_cross_fields(cfg: "Config") -> None:
         _check_transport,
         _check_task,
         check_objective,
+        check_calibration,
         check_correction,
         check_router_replay,
     ):

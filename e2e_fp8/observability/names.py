@@ -8,7 +8,18 @@ from dataclasses import dataclass
 
 from e2e_fp8.config.correction import REJECTION_OPTIONS
 
-PHASES: tuple[str, ...] = ("rollout", "reward", "old_log_probs", "reference", "update", "sync", "receipt", "eval", "checkpoint")
+PHASES: tuple[str, ...] = (
+    "rollout",
+    "reward",
+    "old_log_probs",
+    "reference",
+    "shadow_pass",
+    "update",
+    "sync",
+    "receipt",
+    "eval",
+    "checkpoint",
+)
 """Phases of a step, in the order in which they happen."""
 
 OPERANDS: tuple[str, ...] = ("weights", "activations", "gradients")
@@ -83,6 +94,19 @@ _UPDATE = {
     **_prefixed("clip_fraction", _table("fraction", low="Tokens clipped at 1 - clip_low", high="Tokens clipped at 1 + clip_high")),
     **_prefixed("clip_fraction", _table("fraction", dual="Tokens with A < 0 and a ratio above the dual clip")),
     **_prefixed("ratio", _table("", mean="Mean importance ratio of current to old policy")),
+    **_prefixed("clip_calibration", _table("", clip_low="Lower clip range in use", clip_high="Upper clip range in use")),
+    **_prefixed(
+        "clip_calibration", _table("passes", passes="Shadow passes of the step", refused="Of them with a ratio that is not finite")
+    ),
+    **_prefixed(
+        "clip_calibration",
+        _table(
+            "fraction",
+            high_precision="Tokens (GSPO: sequences) with A < 0 that the BF16 ratio clips at the configured clip_low",
+            fp8_configured="The same of the FP8 ratio",
+            fp8_calibrated="The same of the FP8 ratio at the clip_low in use from then on",
+        ),
+    ),
     **_prefixed("sft", _table("nats", loss="Cross-entropy per answer token in the warm start")),
     **_prefixed("sft", _table("", step="Warm-start step, from 1")),
 }

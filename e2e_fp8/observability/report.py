@@ -184,6 +184,13 @@ def _optimization(history: RunHistory) -> list[str]:
         _chart(
             history, "Clip fractions", {"clip_fraction/low": "at 1 - clip_low", "clip_fraction/high": "at 1 + clip_high"}, from_zero=True
         ),
+        _chart(
+            history,
+            "Clipped below, A < 0",
+            {f"clip_calibration/{n}": n.replace("_", " ") for n in ("high_precision", "fp8_configured", "fp8_calibrated")},
+            "At the steps with a shadow pass (calibrated clipping)",
+        ),
+        _chart(history, "Clip ranges in use", {"clip_calibration/clip_low": "clip_low", "clip_calibration/clip_high": "clip_high"}),
         _chart(history, "Gradient norm", {"grad_norm": "before clipping"}),
         _chart(history, "Loss", {"loss": "policy loss per token"}, from_zero=False),
         _chart(history, "KL to the reference", {"kl_ref": "kl_ref"}),

@@ -6,7 +6,8 @@
     VllmEngine <- receipt <- weight sync <- MegatronEngine.train_step <- TIS weights <- old log-probs
 
 A step ends with the engine on the new weights, so staleness is 0 and the mismatch is numerics alone. State between steps is
-the trainer's state, the step number and a curriculum's levels: prompts, sampling seeds and learning rate are functions of those.
+the trainer's state, the step number, a curriculum's levels and calibrated clip ranges: prompts, sampling seeds and learning rate are
+functions of those.
 """
 
 import signal
@@ -31,6 +32,7 @@ from e2e_fp8.orchestration.receipts import RECEIPTS, ReceiptLog
 from e2e_fp8.orchestration.rl_step import StepOutcome, run_step
 from e2e_fp8.orchestration.run_folder import RunFolder, load_run_config
 from e2e_fp8.orchestration.session import Session, open_session
+from e2e_fp8.orchestration.shadow_pass import ClipState
 from e2e_fp8.orchestration.warm_start import warm_start
 from e2e_fp8.orchestration.weight_sync import SyncReport
 
@@ -101,6 +103,8 @@ class Run:
         self.seconds_before = float(state["seconds"])
         if self.session.task.curriculum is not None:
             self.session.task.curriculum.load_state_dict(state["curriculum"])
+        if "clip_state" in state:
+            self.session.clip_state = ClipState.from_state_dict(state["clip_state"])
         self._rewind(self.global_step)
 
     def _rewind(self, step: int) -> None:
@@ -142,7 +146,11 @@ class Run:
         if self.global_step in self.store.steps():
             return
         started = time.perf_counter()
-        state: dict[str, Any] = self.session.state_dict() | {"global_step": self.global_step, "seconds": self._seconds()}
+        state: dict[str, Any] = self.session.state_dict() | {
+            "global_step": self.global_step,
+            "seconds": self._seconds(),
+            "clip_state": self.session.clip_state.state_dict(),
+        }
         if self.session.task.curriculum is not None:
             state["curriculum"] = self.session.task.curriculum.state_dict()
         self.store.save(self.global_step, state, self.session.write_shares)

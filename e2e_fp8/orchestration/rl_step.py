@@ -11,6 +11,7 @@ from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss
 from e2e_fp8.orchestration.replay import changed_metrics
 from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
+from e2e_fp8.orchestration.shadow_pass import ShadowPass
 from e2e_fp8.orchestration.warm_start import warmed_up
 from e2e_fp8.orchestration.weight_sync import SyncReport
 from e2e_fp8.protocols import LossFn, TrainEngine
@@ -68,30 +69,34 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
             record["entropy"] = _entropy(scored.batches, scored.stats)
             corrected, metrics = correct(scored.batches, log_probs, cfg.correction)
             minibatches, record = regrouped(corrected, minibatches), record | metrics
+    shadow = ShadowPass(cfg.objective, session.trainer, minibatches, session.clip_state, timer)
     with timer("update"):
-        update, tiles = _update_with_census(session, step, minibatches) if census else (_update(session, step, minibatches), {})
+        run = _update_with_census if census else _update
+        record |= run(session, step, minibatches, shadow)
+    session.clip_state = shadow.state
     replayed = changed_metrics(session.trainer.take_replay_counts())
     # in bypass mode the update is the first to replay; otherwise its weights move between the counts
     record |= replayed if scored.stats is None else {}
-    record |= update | tiles
+    record |= shadow.metrics()
     record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
     return record
 
 
-def _update(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> dict[str, float]:
+def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
     """One optimizer step per mini-batch, and the metrics of all."""
     cfg = session.cfg
     session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
-    loss_fn = PolicyLoss(objective=cfg.objective, correction=cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
     reports: list[StepReport] = []
     corrections: list[dict[str, float]] = []
     trained = 0.0
-    for part in minibatches:
+    for index, part in enumerate(minibatches):
         if cfg.correction.bypass_mode and cfg.correction.corrects:
             # Against the rollout policy as the weights are now; the loss's own forward gives the same log-probs.
             log_probs = [s.log_probs for s in session.trainer.token_stats(part)]
             part, metrics = correct(part, log_probs, cfg.correction)
             corrections.append(metrics | mismatch(part, log_probs, cfg.correction.mismatch_threshold))
+        objective = shadow.objective_for(index, part)
+        loss_fn = PolicyLoss(objective=objective, correction=cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
         trained += float(sum(b.trained_mask.sum() for b in part))
         reports.append(optimizer_step(session.trainer, part, loss_fn, loss_denominator(part, cfg.objective.loss_agg_mode)))
     return mean_of(corrections) | _update_metrics(reports) | {TRAINED_TOKENS: trained}
@@ -104,10 +109,11 @@ def optimizer_step(trainer: TrainEngine, part: list[PackedBatch], loss_fn: LossF
     return trainer.train_step(part, loss_fn, denominator)
 
 
-def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]]) -> tuple[dict[str, float], dict[str, float]]:
+def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
+    """The same, with tile statistics of the update's own passes."""
     with session.census() as census:
-        update = _update(session, step, minibatches)
-    return update, census.record()
+        update = _update(session, step, minibatches, shadow)
+    return update | census.record()
 
 
 def mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:

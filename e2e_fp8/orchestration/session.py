@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from e2e_fp8.orchestration.environment import prepare, seed_generators
 from e2e_fp8.orchestration.episodes import generate_episodes
 from e2e_fp8.orchestration.ranks.driver import DrivingEngine, check_ranks, lead
 from e2e_fp8.orchestration.ranks.shares import check_same_ranks, grid_of, whole_masters
+from e2e_fp8.orchestration.shadow_pass import ClipState
 from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
@@ -66,6 +67,8 @@ class Session:
     rollout: VllmEngine | ServerEngine | None = None
     reference: MegatronEngine | None = None
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
+    clip_state: ClipState = field(default_factory=ClipState)
+    """Of calibrated clipping, after the last finished update."""
 
     def make_reference(self) -> None:
         """Freeze a second engine at the policy's present weights as the reference policy."""

@@ -1,7 +1,7 @@
 """CPU ground: gloo, Megatron's local layer spec, block-FP8 linears of this package."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -126,6 +126,18 @@ class CpuGround:
         """Quantize every FP8 linear's BF16 weight."""
         for linear in self._linear_of.values():
             linear.refresh_quantized_weight()
+
+    @contextmanager
+    def high_precision(self, chunks: Sequence[Any], master_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """The parameters beside the codes are bf16(FP32 master) already."""
+        linears = list(self._linear_of.values())
+        try:
+            for linear in linears:
+                linear.high_precision = True
+            yield
+        finally:
+            for linear in linears:
+                linear.high_precision = False
 
     def is_fp8(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter belongs to a linear in FP8."""

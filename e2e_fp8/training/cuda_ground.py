@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -155,6 +155,27 @@ class CudaGround:
     def after_parameter_sync(self) -> None:
         """Nothing: the parameters are the bytes."""
 
+    @contextlib.contextmanager
+    def high_precision(self, chunks: Sequence[Any], master_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Each module takes bf16(FP32 master) before its forward and gives it back after; Megatron enters no FP8 context."""
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        configs = {id(m.config): m.config for m in modules if getattr(getattr(m, "config", None), "fp8", None)}
+        formats = {key: config.fp8 for key, config in configs.items()}
+        handles: list[Any] = []
+        try:
+            for config in configs.values():
+                config.fp8 = None
+            for module in modules:
+                fp8 = {leaf: weight for leaf, weight in module._parameters.items() if weight is not None and self.is_fp8(weight)}
+                if fp8:
+                    handles += _bf16_during_forward(module, fp8, master_of)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for key, config in configs.items():
+                config.fp8 = formats[key]
+
     def is_fp8(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is one of Transformer Engine's blockwise tensors."""
         return hasattr(parameter, "_rowwise_scale_inv")
@@ -185,3 +206,19 @@ class CudaGround:
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state(state["cuda"])
         get_cuda_rng_tracker().set_states({k.removeprefix("megatron/"): v for k, v in state.items() if k.startswith("megatron/")})  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _bf16_during_forward(
+    module: torch.nn.Module, fp8: dict[str, torch.nn.Parameter], master_of: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any]:
+    """Hooks that replace the FP8 parameters ``{leaf name: parameter}`` of a module while it runs; also put back when it raises."""
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        for leaf, parameter in fp8.items():
+            # written past __setattr__: Transformer Engine's own wraps parameters that it is handed
+            module._parameters[leaf] = torch.nn.Parameter(master_of(parameter).to(torch.bfloat16), requires_grad=False)
+
+    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(fp8)
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]

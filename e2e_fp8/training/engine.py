@@ -222,6 +222,17 @@ class MegatronEngine:
                 found = [self._stats(self._forward(self._wrapped[0], batch), batch) for batch in evened]
         return found[: len(batches)]
 
+    def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """``token_stats`` of the same weights with BF16 linears on bf16(FP32 master): what training in BF16 would see. Collective."""
+        parameter_of = {id(parameter.weight): parameter for parameter in self._parameters}
+
+        def master_of(weight: torch.Tensor) -> torch.Tensor:
+            return next(optimizer_state.whole_masters(self._masters, [parameter_of[id(weight)]]))[1]
+
+        with self.ground.high_precision(self.chunks, master_of):
+            # this rank's own: a driving engine's token_stats would order the others to run theirs in FP8
+            return MegatronEngine.token_stats(self, batches)
+
     def _refuse_interleaving(self) -> None:
         if self.grid.virtual_pipeline > 1:
             raise ConfigError(

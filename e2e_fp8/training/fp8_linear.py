@@ -43,6 +43,8 @@ class BlockFp8Mixin:
     weight: torch.nn.Parameter
     recipe: LinearRecipe | None = None
     quantized_weight: BlockScaled | None = None
+    high_precision: bool = False
+    """Multiply the BF16 parameter, which is bf16(FP32 master), instead of its FP8 codes."""
     _quantized_version: int = -1
 
     def place_quantized_weight(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
@@ -82,7 +84,7 @@ class BlockFp8Mixin:
         self, input: torch.Tensor, weight: torch.Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **kwargs: Any
     ) -> torch.Tensor:
         parallel = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
-        if self.recipe is None:
+        if self.recipe is None or self.high_precision:
             return super()._forward_impl(input=input, weight=weight, **parallel, **kwargs)  # type: ignore[misc]
         if self.quantized_weight is None or self._quantized_version != weight._version:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """What differs between the CPU and the CUDA ground of the trainer; everything else is one code path."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -68,6 +68,14 @@ class Ground(Protocol):
 
     def after_parameter_sync(self) -> None:
         """Bring whatever is derived from the weights up to date."""
+        ...
+
+    def high_precision(self, chunks: Sequence[Any], master_of: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[None]:
+        """Context inside which every FP8 linear of the model chunks multiplies bf16(FP32 master) in BF16; forward passes alone.
+
+        ``master_of`` gives the FP32 master of a parameter in its shape (collective over its data-parallel group). No second copy of
+        the model is kept: at most one module's weights exist in BF16 beside the FP8 ones.
+        """
         ...
 
     def is_fp8(self, parameter: torch.Tensor) -> bool:

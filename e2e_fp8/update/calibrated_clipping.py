@@ -3,12 +3,17 @@
 FP8 noise spreads the ratios, so that a range chosen in BF16 clips other tokens, and more of them, in FP8. From one batch with the ratios
 of both precisions: the share of tokens with a negative advantage that the BF16 ratio puts below 1 - clip_low is kept, and the lower
 bound moves to the FP8 quantile that clips that share. The paper's code is not public; what is interpretation here is in
-docs/formulas.md.
+docs/formulas.md. The pass that gives the ratios is ``orchestration.shadow_pass``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from e2e_fp8.correction.importance import safe_log_ratio
+from e2e_fp8.correction.sequences import Sequences
+from e2e_fp8.types import PackedBatch
 
 SMALLEST_CLIP = 1e-6
 """Lower end of a calibrated range: the bound stays below ratio 1 even if most tokens lie above it."""
@@ -35,7 +40,7 @@ def calibrated_clip(
     clip_low: float,
     clip_high: float,
 ) -> CalibratedClip:
-    """Ranges for the FP8 ratios of the same trained tokens; ratios of sequences, repeated at each token, for GSPO.
+    """Ranges for the FP8 ratios of the same trained tokens, or of the same sequences for GSPO.
 
     ``clip_low`` and ``clip_high`` are those of high precision. Without a trained token of negative advantage they come back unchanged.
 
@@ -54,13 +59,41 @@ def calibrated_clip(
         return CalibratedClip(clip_low=clip_low, clip_high=clip_high, fraction=float("nan"), fraction_before=float("nan"))
     bound = 1.0 - clip_low
     clipped = int((shadow < bound).sum())
-    low = max(1.0 - _bound_with(fp8.sort().values, clipped, bound), SMALLEST_CLIP)
+    moved = _bound_with(fp8.sort().values, clipped, bound)
+    low = clip_low if moved == bound else max(1.0 - moved, SMALLEST_CLIP)
     return CalibratedClip(
         clip_low=low,
         clip_high=clip_high * low / clip_low,
         fraction=clipped / shadow.numel(),
         fraction_before=float((fp8 < bound).double().mean()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """Ratios that an objective clips, of one mini-batch; float32 ``[N]`` each, N tokens or sequences."""
+
+    ratio: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+
+
+def clipped_ratios(
+    batches: Sequence[PackedBatch], log_probs: Sequence[torch.Tensor], old_log_probs: Sequence[torch.Tensor], *, per_sequence: bool
+) -> Ratios:
+    """The loss's own ratios of the micro-batches, from log-probs ``[T]`` of each: per token, or per sequence (GSPO), where a sequence
+    counts once.
+    """
+    parts = []
+    for batch, current, old in zip(batches, log_probs, old_log_probs, strict=True):
+        mask = batch.trained_mask
+        log_ratio, advantages = safe_log_ratio(current, old, mask), batch.advantages
+        if per_sequence:
+            sequences = Sequences.of(mask, batch.cu_seqlens)
+            log_ratio, advantages, mask = sequences.mean(log_ratio), sequences.mean(advantages), (sequences.lengths > 0).to(mask)
+        parts.append((log_ratio.exp(), advantages, mask))
+    ratio, advantages, mask = (torch.cat(column).detach().cpu() for column in zip(*parts, strict=True))
+    return Ratios(ratio=ratio, advantages=advantages, mask=mask)
 
 
 def _bound_with(ordered: torch.Tensor, count: int, bound: float) -> float:

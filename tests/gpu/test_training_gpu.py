@@ -72,3 +72,46 @@ def test_fp8_bytes_are_the_quantized_masters(architecture, scale_format):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert "ok" in result.stdout
+
+
+SHADOW = """
+import sys
+import torch
+sys.path.insert(0, "tests/unit")
+from e2e_fp8.config.root import Config
+from e2e_fp8.training.engine import MegatronEngine
+from training_cases import nll, random_batch, trained_tokens
+
+def config(precision):
+    return Config.model_validate({
+        "model": {"architecture": sys.argv[1], "num_experts": 4},
+        "numerics": {"training_precision": precision},
+        "run": {"backend": "cuda"},
+    })
+
+generator = torch.Generator()
+print("seed", generator.seed())
+engine = MegatronEngine(config("fp8"))
+engine.set_learning_rate(1e-3)
+batch = random_batch([30, 41, 9], generator)
+for _ in range(2):
+    engine.train_step([batch], nll, trained_tokens([batch]))
+before = engine.token_stats([batch])[0].log_probs
+shadow = engine.high_precision_token_stats([batch])[0].log_probs
+assert torch.equal(engine.token_stats([batch])[0].log_probs, before)
+assert not torch.equal(shadow, before)
+twin = MegatronEngine(config("bf16"))
+twin.load_state_dict(engine.state_dict(), weights_only=True)
+assert torch.equal(twin.token_stats([batch])[0].log_probs, shadow)
+engine.train_step([batch], nll, trained_tokens([batch]))
+print("ok")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_the_shadow_pass_gives_the_log_probs_of_a_bf16_trainer(architecture):
+    environment = {**os.environ, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    result = subprocess.run([sys.executable, "-c", SHADOW, architecture], env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert "ok" in result.stdout

@@ -201,9 +201,11 @@ def test_eval_reports_the_held_out_reward_of_the_run(straight):
     assert result["reward/held_out"] == pytest.approx(records(straight)[-1]["reward/held_out"], abs=1e-9)
 
 
-def test_dense_with_reference_kl_and_disk_transport(tmp_path):
+def test_dense_with_reference_kl_disk_transport_and_calibrated_clipping(tmp_path):
     overrides = (
-        "run.steps=2",
+        "run.steps=3",
+        "objective.calibration.interval=2",
+        "objective.clip_low=0.01",
         "run.checkpoint_interval=0",
         "objective.kl_coef=0.1",
         "sync.transport=disk",
@@ -212,11 +214,16 @@ def test_dense_with_reference_kl_and_disk_transport(tmp_path):
     done = run(train_command(tmp_path, "dense", *overrides, config="quickstart_dense"))
     assert done.returncode == 0, done.stderr[-3000:]
     rl = [r for r in records(tmp_path / "dense") if r["phase"] == 1.0]
-    assert len(rl) == 2
+    assert len(rl) == 3
     assert all(r["receipt/passed"] == 1.0 for r in rl)
+    assert all(r["clip_calibration/passes"] == 1.0 and r["time/shadow_pass"] > 0 for r in rl)
+    assert all(0.002 <= r["clip_calibration/clip_low"] <= 0.05 for r in rl)
+    report = (tmp_path / "dense/report.html").read_text()
+    assert "shadow_pass" in report
+    assert "Clip ranges in use" in report
     assert rl[0]["kl_ref"] >= 0
     assert rl[1]["kl_ref"] > 0
-    assert rl[-1]["policy_version"] == 2 + 2 * 2
+    assert rl[-1]["policy_version"] == 2 + 3 * 2
 
 
 def test_everything_rejected_skips_the_steps_and_the_run_goes_on(tmp_path):

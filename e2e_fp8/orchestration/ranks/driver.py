@@ -8,7 +8,7 @@ Rank 0 alone samples, rewards, corrects and logs, over all samples, so that noth
 carries all micro-batches; each data-parallel rank takes every n-th of them, log-probs come back to rank 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,12 +47,21 @@ class DrivingEngine(MegatronEngine):
 
     def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
         """As MegatronEngine's, of all micro-batches of all data-parallel ranks, in order."""
+        return self._stats_of_all("token_stats", batches, super().token_stats)
+
+    def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """As MegatronEngine's, of all micro-batches of all data-parallel ranks, in order."""
+        return self._stats_of_all("high_precision_token_stats", batches, super().high_precision_token_stats)
+
+    def _stats_of_all(
+        self, do: str, batches: Sequence[PackedBatch], own: Callable[[Sequence[PackedBatch]], list[TokenStats]]
+    ) -> list[TokenStats]:
         names, tensors = batch_tensors(batches)
-        self._tell("token_stats", tensors, batches=names)
+        self._tell(do, tensors, batches=names)
         found: list[TokenStats | None] = [None] * len(batches)
         data = self.grid.data
         with self.channel.guarded():
-            found[::data] = super().token_stats(share_of(batches, 0, data))
+            found[::data] = own(share_of(batches, 0, data))
         for rank in range(1, self.grid.world):
             if self.answers_stats(rank):
                 index = self.grid.place(rank).data

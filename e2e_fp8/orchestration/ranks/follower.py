@@ -22,6 +22,7 @@ from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.training.tile_census import TileCensus, census_of
+from e2e_fp8.types import PackedBatch, TokenStats
 
 Tensors = list[torch.Tensor]
 
@@ -60,8 +61,13 @@ class Follower:
         seed_generators(self.cfg.run.seed)
 
     def _do_token_stats(self, order: Order, tensors: Tensors) -> None:
-        batches = batches_from(order["batches"], tensors)
-        stats = self._engine(order).token_stats(share_of(batches, self.place.data, self.grid.data))
+        self._answer_stats(order, tensors, self._engine(order).token_stats)
+
+    def _do_high_precision_token_stats(self, order: Order, tensors: Tensors) -> None:
+        self._answer_stats(order, tensors, self._engine(order).high_precision_token_stats)
+
+    def _answer_stats(self, order: Order, tensors: Tensors, own: Callable[[list[PackedBatch]], list[TokenStats]]) -> None:
+        stats = own(share_of(batches_from(order["batches"], tensors), self.place.data, self.grid.data))
         if answers_stats(self.grid, self.channel.rank):
             self.channel.answer({}, [torch.stack([s.log_probs, s.entropy]) for s in stats])
 
