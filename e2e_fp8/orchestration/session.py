@@ -20,6 +20,7 @@ from e2e_fp8.rollout.shared_engine import SharedVllmEngine, TrainerMemory
 from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
+from e2e_fp8.training.value_engine import ValueEngine
 from e2e_fp8.types import Prompt, Sample
 
 
@@ -61,11 +62,21 @@ class Session:
     rollout: VllmEngine | ServerEngine | None = None
     reference: MegatronEngine | None = None
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
+    critic: ValueEngine | None = None
+    """Value model; None without objective.advantage gae, and before RL starts."""
 
     def make_reference(self, state: dict[str, Any]) -> None:
         """Freeze a second engine at ``state`` as the reference policy."""
         self.reference = MegatronEngine(self.cfg)
         self.reference.load_state_dict(state)
+
+    def make_critic(self, state: dict[str, Any] | None) -> None:
+        """Build the critic: from its saved ``state``, or new from objective.critic.hf_path or the trainer's weights as they are now."""
+        self.critic = ValueEngine(self.cfg)
+        if state is not None:
+            self.critic.load_state_dict(state)
+        elif self.cfg.objective.critic.hf_path is None:
+            self.critic.start_from(self.trainer.named_masters())
 
     def start_rollout(self) -> VllmEngine | ServerEngine:
         """Start the engine on first use; it is slow to start and the warm start does not need it."""
