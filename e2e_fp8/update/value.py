@@ -42,11 +42,11 @@ def generalized_advantages(
 
 
 def _steps(sequences: Sequences) -> torch.Tensor:
-    """int64 ``[S, R]``: packed position of the r-th trained token of each sequence, -1 beyond its last."""
+    """int64 ``[S, R]``, R at least 1: packed position of the r-th trained token of each sequence, -1 beyond its last."""
     positions = sequences.trained.nonzero().flatten()
     owners, lengths = sequences.ids[positions], sequences.lengths.to(torch.int64)
     first = lengths.cumsum(0) - lengths
-    where = positions.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), -1)
+    where = positions.new_full((len(lengths), max(1, int(lengths.max()))), -1)
     where[owners, torch.arange(len(positions), device=positions.device) - first[owners]] = positions
     return where
 
@@ -78,13 +78,14 @@ def whitened(values_T: torch.Tensor, loss_mask_T: torch.Tensor, *, eps: float = 
 
 def clipped_values(values_T: torch.Tensor, old_values_T: torch.Tensor, *, clip: float) -> torch.Tensor:
     """``[T]``: clip(V, V_old - clip, V_old + clip); no gradient where that changes V."""
-    return torch.maximum(torch.minimum(values_T, old_values_T + clip), old_values_T - clip)
+    return torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
 
 
 def clipped_value_loss(values_T: torch.Tensor, old_values_T: torch.Tensor, returns_T: torch.Tensor, *, clip: float) -> torch.Tensor:
     """``[T]``: max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2; no gradient where the clipped one is larger and clipped."""
-    clipped = clipped_values(values_T, old_values_T, clip=clip)
-    return torch.maximum((values_T - returns_T) ** 2, (clipped - returns_T) ** 2) / 2
+    error, clipped = (values_T - returns_T) ** 2, (clipped_values(values_T, old_values_T, clip=clip) - returns_T) ** 2
+    # a maximum would split the gradient where the two are equal
+    return torch.where(clipped > error, clipped, error) / 2
 
 
 def make_value_loss_fn(critic: CriticConfig) -> ValueLossFn:
