@@ -81,6 +81,7 @@ _REWARD = {
     **_prefixed("pass_at_k", {str(k): _pass_metric(k) for k in PASS_AT_K}),
     **_prefixed("response_length", _table("tokens", mean="Mean response length", max="Longest response")),
     **_prefixed("advantages", _table("", long_to_short="Mean |advantage| of responses longer than the median over that of the others")),
+    **_prefixed("response", _table("responses", count="Responses sampled in the step")),
     **_prefixed("response", _table("fraction", truncated_fraction="Responses cut off at the length limit")),
     **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups sampled in the step")),
     **_prefixed("groups", _table("groups", surplus="Groups sampled beyond those wanted", missing="Groups wanted and not found")),

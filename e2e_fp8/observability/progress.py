@@ -155,7 +155,7 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     table.add_row(
         "Seconds per step", "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in per_step.items()), "mean over steps with the phase"
     )
-    bounds = "  ".join(f"{phase} {bound:.2f}x" for phase, _, _, bound in amdahl_bounds(history))
+    bounds = "  ".join(f"{b.phase} {b.bound:.2f}x" for b in amdahl_bounds(history))
     table.add_row("Speed bounds", bounds, "of an RL step if the phase cost nothing")
     report = Path(run_dir) / "report.html"
     table.add_row(

@@ -128,6 +128,7 @@ def _sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
+        "response/count": float(len(samples)),
         "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "tokens/rollout": float(lengths.double().sum()),
     }
