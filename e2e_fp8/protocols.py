@@ -9,6 +9,8 @@ from e2e_fp8.types import ExportedTensor, PackedBatch, Prompt, ReplayCounts, Sam
 
 LossFn = Callable[[TokenStats, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(stats, micro-batch) -> (scalar loss *sum* over the micro-batch, metric sums). The engine divides by the global denominator."""
+ValueLossFn = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""The same of a critic; its values are float32 ``[T]``."""
 
 
 class TrainEngine(Protocol):

@@ -84,6 +84,10 @@ class PackedBatch:
     """float32 ``[T]``: recomputed by the trainer before the update; 0 outside the loss mask."""
     ref_log_probs: torch.Tensor | None = None
     """float32 ``[T]`` log-probs of the frozen reference policy, or None when no KL term is used."""
+    values: torch.Tensor | None = None
+    """float32 ``[T]`` of the critic before its update, of the tokens up to t; 0 outside the loss mask; None without a critic."""
+    returns: torch.Tensor | None = None
+    """float32 ``[T]``: what the critic is trained towards; 0 outside the loss mask; None without a critic."""
     importance_weights: torch.Tensor | None = None
     """float32 ``[T]``: multiply the policy loss; None for none."""
     keep_mask: torch.Tensor | None = None

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from e2e_fp8.config.base import Section
+from e2e_fp8.config.critic import CriticConfig
 
 Kind = Literal["grpo", "dr_grpo", "dapo", "ppo", "gspo", "gspo_token", "sapo", "cispo", "dppo_tv", "dppo_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -41,11 +42,12 @@ class ObjectiveConfig(Section):
     kind: Kind = Field(
         default="grpo",
         validation_alias=AliasChoices("kind", "name"),
-        description="Policy loss and the defaults that go with it. ppo is the clipped loss with dual clip on group-relative advantages.",
+        description="Policy loss and the defaults that go with it. ppo is the clipped loss with dual clip; with advantage gae it is PPO.",
     )
     advantage: Literal["group", "gae"] = Field(
-        default="group", description="Group-relative advantages, or generalised advantage estimation, which needs a value model."
+        default="group", description="Group-relative advantages, or generalised advantage estimation with the value model of critic."
     )
+    critic: CriticConfig = Field(default=CriticConfig(), description="Value model; read with advantage gae alone.")
     clip_low: float = Field(default=0.2, gt=0, le=1, description="Lower clip range: ratio >= 1 - clip_low; at 1 nothing is clipped below.")
     clip_high: float = Field(default=0.28, gt=0, description="Upper clip range: ratio <= 1 + clip_high (DAPO clip-higher).")
     calibration: CalibrationConfig = Field(default=CalibrationConfig(), description="Calibrated clipping.")
@@ -64,8 +66,8 @@ class ObjectiveConfig(Section):
     loss_norm_tokens: int | None = Field(
         default=None, description="Constant divisor of seq-mean-token-sum-norm; None takes rollout.max_response_tokens."
     )
-    normalize_by_std: bool = Field(default=True, description="Divide group-relative rewards by their standard deviation.")
-    advantage_eps: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
+    normalize_by_std: bool = Field(default=True, description="Divide group-relative rewards by their standard deviation (advantage group).")
+    advantage_eps: float = Field(default=1e-6, gt=0, description="Added to that standard deviation.")
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0 keeps no reference.")
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         default="k3", description="Schulman's estimator; with + its value has the gradient of k2, which is the KL's own in expectation."

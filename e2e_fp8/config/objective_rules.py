@@ -14,11 +14,7 @@ _SEQUENCE_CLIPPED = ("gspo", "gspo_token")
 def check_objective(cfg: "Config") -> None:
     """Raise ConfigError for the first rule of the objective that ``cfg`` breaks."""
     o, limit = cfg.objective, cfg.rollout.max_response_tokens
-    if o.advantage == "gae":
-        raise ConfigError(
-            "objective.advantage is gae, but there is no value model to train in this version: set it to group, with which objective.kind "
-            "ppo runs its clipped loss on group-relative advantages."
-        )
+    _check_advantage(cfg)
     if o.dual_clip is not None and o.kind not in (*_RATIO_CLIPPED, *_SEQUENCE_CLIPPED):
         raise ConfigError(f"objective.dual_clip is {o.dual_clip}, but objective.kind {o.kind} has no clipped ratio: remove it.")
     if o.dual_clip is not None and o.dual_clip <= 1 + o.clip_high:
@@ -70,6 +66,30 @@ def check_calibration(cfg: "Config") -> None:
         raise ConfigError(
             f"objective.dual_clip is {o.dual_clip}, but objective.calibration may move the upper bound to 1 + clip_high x max_factor = "
             f"{highest:g}: lower objective.calibration.max_factor, or raise dual_clip."
+        )
+
+
+def _check_advantage(cfg: "Config") -> None:
+    """Rules of group-relative advantages and of the critic."""
+    o, size = cfg.objective, cfg.rollout.group_size
+    if o.advantage == "group":
+        if size < 2:
+            raise ConfigError(
+                f"rollout.group_size is {size}, but objective.advantage is group and one sample has no group to be compared with: use 2 or "
+                "more, or advantage gae."
+            )
+        if o.critic != type(o.critic)():
+            raise ConfigError("objective.critic is set, but objective.advantage is group, which has no critic: use gae, or remove it.")
+        return
+    if o.dynamic_sampling:
+        raise ConfigError(
+            "objective.dynamic_sampling is true, but objective.advantage is gae, with which groups of equal rewards have a learning signal "
+            "too: set dynamic_sampling to false, or advantage to group."
+        )
+    if o.kind == "gspo":
+        raise ConfigError(
+            "objective.kind is gspo, which has one ratio and one advantage a sequence, but objective.advantage is gae, one advantage a "
+            "token: use gspo_token, or advantage group."
         )
 
 

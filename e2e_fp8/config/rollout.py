@@ -21,7 +21,7 @@ class RolloutConfig(Section):
         default=None, description="CUDA_VISIBLE_DEVICES of the server that the run starts; unset, the trainer's own devices."
     )
     prompts_per_step: int = Field(default=16, ge=1, description="Prompts per RL step.")
-    group_size: int = Field(default=8, ge=2, description="Samples per prompt; advantages are relative within the group.")
+    group_size: int = Field(default=8, ge=1, description="Samples per prompt; objective.advantage group compares them, and needs 2.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs on both sides are taken at it.")
     max_response_tokens: int = Field(default=16, ge=1, description="Longest response in tokens.")
     max_model_len: int = Field(default=256, ge=8, description="Window of the engine: prompt and response together, in tokens.")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from e2e_fp8.config.critic import critic_config
 from e2e_fp8.config.layout_rule import check_layout
 from e2e_fp8.config.objective_rules import check_calibration, check_correction, check_objective
 from e2e_fp8.config.replay_rule import check_router_replay
@@ -126,8 +127,12 @@ def _check_precisions(cfg: "Config") -> None:
 
 
 def uses_fp8(cfg: "Config") -> bool:
-    """Whether either side runs its linear layers in FP8."""
-    return "fp8" in (cfg.numerics.training_precision, cfg.numerics.rollout_precision)
+    """Whether either side, or the critic, runs its linear layers in FP8."""
+    return "fp8" in (cfg.numerics.training_precision, cfg.numerics.rollout_precision) or _has_fp8_critic(cfg)
+
+
+def _has_fp8_critic(cfg: "Config") -> bool:
+    return cfg.objective.advantage == "gae" and critic_config(cfg).numerics.training_precision == "fp8"
 
 
 def linear_modules(model: "ModelConfig", *, layers: int | None = None, experts: int | None = None) -> Iterator[tuple[str, int, int]]:
@@ -241,8 +246,9 @@ def _check_tiles(cfg: "Config") -> None:
 
 def _check_shares(cfg: "Config") -> None:
     """After the model's own sizes, those of each rank's share."""
-    if uses_fp8(cfg):
-        check_layout(cfg, lambda module: not _kept(module, cfg.numerics.high_precision_modules))
+    for one in (cfg, *([critic_config(cfg)] if _has_fp8_critic(cfg) else [])):
+        if uses_fp8(one):
+            check_layout(one, lambda module: not _kept(module, cfg.numerics.high_precision_modules))
 
 
 def _representatives(model: "ModelConfig") -> Iterator[tuple[str, set[str]]]:

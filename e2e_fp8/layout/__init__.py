@@ -2,11 +2,12 @@
 
 from e2e_fp8.layout.engine import engine_shards
 from e2e_fp8.layout.families import HfTensor, hf_tensors, ignored_prefixes, model_shape
-from e2e_fp8.layout.megatron import megatron_shards
+from e2e_fp8.layout.megatron import VALUE_HEAD, megatron_shards, value_model_shards
 from e2e_fp8.layout.parallel import EngineParallel, MegatronParallel
 from e2e_fp8.layout.shards import Part, ShardedParameter
 
 __all__ = [
+    "VALUE_HEAD",
     "EngineParallel",
     "HfTensor",
     "MegatronParallel",
@@ -17,4 +18,5 @@ __all__ = [
     "ignored_prefixes",
     "megatron_shards",
     "model_shape",
+    "value_model_shards",
 ]

@@ -12,7 +12,7 @@ from e2e_fp8.errors import LayoutError
 from e2e_fp8.layout.tiles import TILE
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "deepseek_v3")
-Kind = Literal["linear", "norm", "embedding", "router", "router_bias", "bias"]
+Kind = Literal["linear", "norm", "embedding", "router", "router_bias", "bias", "value_head"]
 Fp8Predicate = Callable[[str], bool]
 
 
@@ -20,8 +20,8 @@ FP8_DTYPE = "float8_e4m3fn"
 
 
 def dtype_name(kind: Kind, fp8: bool) -> str:
-    """``float8_e4m3fn``, ``float32`` (the router's bias) or ``bfloat16``: the same on both sides."""
-    return FP8_DTYPE if fp8 else "float32" if kind == "router_bias" else "bfloat16"
+    """``float8_e4m3fn``, ``float32`` (the router's bias, a critic's head) or ``bfloat16``: the same on both sides."""
+    return FP8_DTYPE if fp8 else "float32" if kind in ("router_bias", "value_head") else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

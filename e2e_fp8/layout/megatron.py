@@ -1,6 +1,7 @@
 """What each Megatron-Core rank holds of each Hugging Face tensor: names of both specs, both orders of the fused query-key-value."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from e2e_fp8.errors import LayoutError
@@ -50,6 +51,16 @@ def megatron_shards(
         if chunk == len(chunks) - 1:
             found += [p.placed("", "", layer=None, chunk=chunk) for p in top if not p.name.startswith("embedding.")]
     return found
+
+
+VALUE_HEAD = "score.weight"
+"""Hugging Face name of the head of a value model, ``[1, hidden]`` (that of its sequence classifiers)."""
+
+
+def value_model_shards(policy: Sequence[ShardedParameter], hidden: int) -> list[ShardedParameter]:
+    """A rank's parameters of the value model of the same sizes: one row on every tensor rank in place of the untied output head."""
+    row = whole("output_layer.weight", HfTensor(VALUE_HEAD, (1, hidden), "value_head"))
+    return [replace(row, chunk=p.chunk) if p.name == row.name else p for p in policy]
 
 
 def layer_parameters(

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from e2e_fp8.observability.style import COLOURS
+
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 30
 MAX_POINTS = 1200
@@ -68,7 +70,7 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
             below += value
             tip = f"step {centre:g}, {escape(label)}: {short(value)} {escape(unit)}"
             parts.append(
-                f'<rect class="fill{index % 8}" x="{frame.x(centre) - width / 2:.1f}" y="{y_top:.1f}" width="{width:.1f}" '
+                f'<rect class="fill{index % COLOURS}" x="{frame.x(centre) - width / 2:.1f}" y="{y_top:.1f}" width="{width:.1f}" '
                 f'height="{max(0.0, y_bottom - y_top):.1f}"><title>{tip}</title></rect>'
             )
     return _wrap(parts, list(layers))
@@ -132,7 +134,7 @@ def _extent(line: Line) -> tuple[float, float]:
 
 def _draw_line(frame: _Frame, line: Line, index: int, x_name: str) -> str:
     parts = []
-    colour = index % 8
+    colour = index % COLOURS
     if line.spread is not None:
         triples = list(zip(line.steps, line.values, line.spread, strict=True))
         upper = [(x, v + s) for x, v, s in triples]
@@ -168,6 +170,6 @@ def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _wrap(parts: Sequence[str], labels: Sequence[str]) -> str:
-    legend = "".join(f'<span><i class="swatch{i % 8}"></i>{escape(label)}</span>' for i, label in enumerate(labels))
+    legend = "".join(f'<span><i class="swatch{i % COLOURS}"></i>{escape(label)}</span>' for i, label in enumerate(labels))
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(", ".join(labels))}">{"".join(parts)}</svg>'
     return f'<div class="legend">{legend}</div>{drawing}'

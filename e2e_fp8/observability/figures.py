@@ -82,16 +82,33 @@ def _health(history: RunHistory) -> Figure:
     )
 
 
-def amdahl_bounds(history: RunHistory) -> list[tuple[str, float, float, float]]:
-    """``(phase, seconds per RL step, share, bound)``: a step without the phase would be ``bound`` = step / (step - phase) times as fast.
+@dataclass(frozen=True, kw_only=True)
+class PhaseBound:
+    """What a faster phase could do for the whole RL step, by Amdahl's law. A step is the sum of its phases."""
 
-    Amdahl's law for a phase that costs nothing; infinite when the phase is the whole step. A step is the sum of its phases.
-    """
+    phase: str
+    seconds: float
+    """Mean of an RL step, steps without the phase counted as 0."""
+    share: float
+    half: float
+    """How many times as fast a step would be if the phase took half its time."""
+    bound: float
+    """The same if it took none; infinite when the phase is the whole step."""
+
+
+def amdahl_bounds(history: RunHistory) -> list[PhaseBound]:
+    """Bounds of every phase that took time, in the order of the step."""
     records = [r for r in history.records if r.get("phase", 1.0) == 1.0]
     totals = {p: math.fsum(r[f"time/{p}"] for r in records if f"time/{p}" in r) for p in PHASES}
     step = math.fsum(totals.values())
     return [
-        (phase, seconds / len(records), seconds / step, step / (step - seconds) if step - seconds > 0 else math.inf)
+        PhaseBound(
+            phase=phase,
+            seconds=seconds / len(records),
+            share=seconds / step,
+            half=step / (step - seconds / 2),
+            bound=step / (step - seconds) if step - seconds > 0 else math.inf,
+        )
         for phase, seconds in totals.items()
         if seconds > 0
     ]

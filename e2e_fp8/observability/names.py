@@ -1,6 +1,6 @@
 """Every metric a run may write, in one table. A sink refuses a name that is not here, so a typo cannot open a second series.
 
-Names under ``rollout_corr/`` and ``training/`` are verl's, so that curves of the two can be laid over each other.
+Names under ``rollout_corr/``, ``training/`` and ``critic/`` are verl's, so that curves of the two can be laid over each other.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,9 @@ PHASES: tuple[str, ...] = (
     "reward",
     "old_log_probs",
     "reference",
+    "values",
     "shadow_pass",
+    "update_critic",
     "update",
     "sync",
     "receipt",
@@ -80,6 +82,7 @@ _REWARD = {
     **_prefixed("pass_at_k", {str(k): _pass_metric(k) for k in PASS_AT_K}),
     **_prefixed("response_length", _table("tokens", mean="Mean response length", max="Longest response")),
     **_prefixed("advantages", _table("", long_to_short="Mean |advantage| of responses longer than the median over that of the others")),
+    **_prefixed("response", _table("responses", count="Responses sampled in the step")),
     **_prefixed("response", _table("fraction", truncated_fraction="Responses cut off at the length limit")),
     **_prefixed("groups", _table("groups", degenerate="Groups with equal rewards: no learning signal", total="Groups sampled in the step")),
     **_prefixed("groups", _table("groups", surplus="Groups sampled beyond those wanted", missing="Groups wanted and not found")),
@@ -110,6 +113,26 @@ _UPDATE = {
     **_prefixed("sft", _table("nats", loss="Cross-entropy per answer token in the warm start")),
     **_prefixed("sft", _table("", step="Warm-start step, from 1")),
 }
+_CRITIC = _prefixed(
+    "critic",
+    {
+        **_table("", vf_loss="Value loss per response token", grad_norm="The critic's gradient norm before clipping"),
+        **_table("", vpred_mean="Mean value during the critic's update", lr="The critic's learning rate"),
+        **_table("fraction", vf_clipfrac="Tokens whose clipped value error is the larger one"),
+        **_table("fraction", vf_explained_var="1 - var(returns - values) / var(returns) over response tokens, before the update"),
+        **_table("steps", skipped_steps="Optimizer steps of the critic skipped: non-finite gradients"),
+        **{
+            f"{name}/{statistic}": Metric(description=f"{text}, {statistic}", unit="")
+            for name, text in {
+                "values": "Values of response tokens before the update",
+                "returns": "Returns of response tokens (advantage before whitening plus value)",
+                "advantages": "Advantages of response tokens as the policy's loss has them",
+                "rewards": "Rewards of responses after shaping",
+            }.items()
+            for statistic in ("mean", "max", "min")
+        },
+    },
+)
 _MISMATCH = {
     **_table("nats", mismatch_kl="Mean of r - log r - 1, r = p_train / p_rollout, over response tokens (k3)"),
     **_prefixed(
@@ -219,7 +242,7 @@ _TILES = {
     for name, text in TILE_STATISTICS.items()
 }
 
-METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _TILES
+METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _TILES
 
 
 def check_names(names: Iterable[str]) -> None:

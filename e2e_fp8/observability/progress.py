@@ -121,7 +121,20 @@ class Progress:
         return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
 
 
-_PALETTE = ("cyan", "white", "blue", "bright_blue", "red", "magenta", "green", "bright_green", "yellow", "bright_black")
+_PALETTE = tuple(
+    "cyan white blue bright_blue red bright_magenta bright_cyan bright_red magenta green bright_green yellow bright_black".split()
+)
+_COLOURS[p]}]{p}[/] {s:.1f}s" for p, s in phases.items()))
+        return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
+
+
+_PALETTE = ("cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red") + (
+    "magenta",
+    "green",
+    "bright_green",
+    "yellow",
+    "bright_black",
+)
 _COLOURS = dict(zip(PHASES, _PALETTE, strict=True))
 
 
@@ -155,7 +168,7 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     table.add_row(
         "Seconds per step", "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in per_step.items()), "mean over steps with the phase"
     )
-    bounds = "  ".join(f"{phase} {bound:.2f}x" for phase, _, _, bound in amdahl_bounds(history))
+    bounds = "  ".join(f"{b.phase} {b.bound:.2f}x" for b in amdahl_bounds(history))
     table.add_row("Speed bounds", bounds, "of an RL step if the phase cost nothing")
     report = Path(run_dir) / "report.html"
     table.add_row(

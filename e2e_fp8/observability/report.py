@@ -49,6 +49,7 @@ def _page(history: RunHistory) -> str:
         _section("Learning", _learning(history)),
         _section("Trainer and engine", _mismatch(history)),
         _section("Optimization", _optimization(history)),
+        _section("Critic", _critic(history)),
         _section("FP8 tiles", _tiles(history)),
         _section("Cost", _cost(history)),
         _bounds_table(history),
@@ -133,13 +134,14 @@ def _learning(history: RunHistory) -> list[str]:
 
 
 def _efficiency(history: RunHistory) -> list[str]:
-    """Reward over what it cost in sampled tokens, and KL to the start with reward over it."""
+    """Reward over what it cost in responses and tokens, and KL to the start with reward over it."""
     records = [r for r in history.records if r.get("phase", 1.0) == 1.0]
-    sampled = dict(zip((r["step"] for r in records), accumulate(r.get("tokens/rollout", 0.0) for r in records), strict=True))
+    responses, tokens = (_so_far(records, name) for name in ("response/count", "tokens/rollout"))
     budget = dict(kl_budget(records))
     charts = []
     for title, caption, x_of, unit in (
-        ("Sample efficiency", "Reward over the tokens sampled so far", sampled if any(sampled.values()) else {}, "tokens"),
+        ("Sample efficiency", "Reward over the responses sampled so far", responses, "responses"),
+        ("Token efficiency", "Reward over the tokens sampled so far", tokens, "tokens"),
         ("Reward over KL budget", "KL to the start, 5 to 15 nats per response are normal", budget, "nats"),
     ):
         lines = [_over(history, name, label, x_of) for name, label in (("reward/mean", "train"), ("reward/held_out", "held-out"))]
@@ -149,6 +151,12 @@ def _efficiency(history: RunHistory) -> list[str]:
         line = Line(label="KL to the start", steps=list(budget), values=list(budget.values()))
         charts.append(_figure("KL budget", "KL per response token times mean response length", line_chart([line], from_zero=True), "nats"))
     return charts
+
+
+def _so_far(records: Sequence[dict[str, float]], name: str) -> dict[float, float]:
+    """Sum of a metric up to each step; nothing where no step has it."""
+    totals = accumulate(r.get(name, 0.0) for r in records)
+    return dict(zip((r["step"] for r in records), totals, strict=True)) if any(name in r for r in records) else {}
 
 
 def _over(history: RunHistory, name: str, label: str, x_of: dict[float, float]) -> Line:
@@ -196,6 +204,23 @@ def _optimization(history: RunHistory) -> list[str]:
         _chart(history, "KL to the reference", {"kl_ref": "kl_ref"}),
         _chart(history, "Learning rate", {"learning_rate": "learning rate"}),
         _chart(history, "Skipped optimizer steps", {"skipped_steps": "skipped"}) if any(history.values("skipped_steps")) else "",
+    ]
+
+
+def _critic(history: RunHistory) -> list[str]:
+    """Nothing for a run without one."""
+
+    def spread(name: str) -> dict[str, str]:
+        return {f"critic/{name}/{statistic}": label for statistic, label in (("mean", "mean"), ("max", "largest"), ("min", "smallest"))}
+
+    ends = {"critic/values/mean": "values", "critic/returns/mean": "returns"}
+    return [
+        _chart(history, "Value loss", {"critic/vf_loss": "per response token"}),
+        _chart(history, "Explained variance", {"critic/vf_explained_var": "of the returns, by the values before the update"}),
+        _chart(history, "Values and returns", ends, "Means over response tokens", from_zero=False),
+        _chart(history, "Value clip fraction", {"critic/vf_clipfrac": "tokens whose clipped error is the larger one"}),
+        _chart(history, "Advantages", spread("advantages"), "As the policy's loss has them", from_zero=False),
+        _chart(history, "Critic's gradient norm", {"critic/grad_norm": "before clipping"}),
     ]
 
 
@@ -257,9 +282,13 @@ def _bounds_table(history: RunHistory) -> str:
     bounds = amdahl_bounds(history)
     if not bounds:
         return ""
-    rows = [_row([phase, f"{seconds:.3f}", f"{100 * share:.1f} %", f"{bound:.2f}x"]) for phase, seconds, share, bound in bounds]
-    lead = '<p class="lead">How fast an RL step could get, at most, if a phase cost nothing: step / (step - phase).</p>'
-    return f"<section><h2>Bounds</h2>{lead}{_table(['Phase', 'Seconds per RL step', 'Share', 'Speed-up at most'], rows)}</section>"
+    rows = [_row([b.phase, f"{b.seconds:.3f}", f"{100 * b.share:.1f} %", f"{b.half:.2f}x", f"{b.bound:.2f}x"]) for b in bounds]
+    lead = (
+        '<p class="lead">How fast a whole RL step could get if one phase got faster and the others did not (Amdahl): '
+        "step / (step - phase / 2) and step / (step - phase).</p>"
+    )
+    head = ["Phase", "Seconds per RL step", "Share", "Speed-up at half its time", "Speed-up at most"]
+    return f"<section><h2>Bounds</h2>{lead}{_table(head, rows)}</section>"
 
 
 def _figures_table(figures: Sequence[Figure]) -> str:

@@ -1,7 +1,22 @@
 """Style sheet of the report: one column of sections, charts in a grid that folds on narrow screens, light and dark."""
 
-_LIGHT = ("#0b6bcb", "#d9480f", "#2b8a3e", "#9c36b5", "#b58900", "#0c8599", "#c2255c", "#5c6773")
-_DARK = ("#5cabff", "#ff9358", "#69d17f", "#d98cf0", "#f2c94c", "#4dd0e1", "#ff7fab", "#a6b0bb")
+_LIGHT = (
+    "#0b6bcb",
+    "#d9480f",
+    "#2b8a3e",
+    "#9c36b5",
+    "#b58900",
+    "#0c8599",
+    "#c2255c",
+    "#5c6773",
+    "#4263eb",
+    "#7c5a3a",
+    "#5c940d",
+    "#e8a0bf",
+)
+_DARK = ("#5cabff", "#ff9358", "#69d17f", "#d98cf0", "#f2c94c", "#4dd0e1", "#ff7fab", "#a6b0bb", "#91a7ff", "#d0a67a", "#c0eb75", "#8a4a66")
+COLOURS = len(_LIGHT)
+"""Series of one chart that can be told apart by colour: as many as a step has phases, and one more."""
 
 
 def _colours(values: tuple[str, ...]) -> str:
@@ -10,7 +25,7 @@ def _colours(values: tuple[str, ...]) -> str:
 
 _SERIES = "".join(
     f".line{i}{{stroke:var(--c{i});stroke-width:1.8;fill:none;stroke-linejoin:round}}.fill{i}{{fill:var(--c{i})}}.swatch{i}{{background:var(--c{i})}}"
-    for i in range(8)
+    for i in range(COLOURS)
 )
 
 STYLE = (

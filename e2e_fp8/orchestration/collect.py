@@ -50,7 +50,9 @@ def collect(session: Session, step: int, timer: PhaseTimer) -> Collected:
     collected = refill(sample, wanted=count, rounds=rounds) if dynamic else all_groups(sample(0))
     with timer("rollout"):
         rollout.sleep()
-    metrics = collected.metrics | _sample_metrics(collected.sampled) | _part_metrics(scores)
+    # with a critic, equal rewards are no loss of signal
+    groups = {n: v for n, v in collected.metrics.items() if n != "groups/degenerate" or cfg.objective.advantage == "group"}
+    metrics = groups | _sample_metrics(collected.sampled) | _part_metrics(scores)
     if session.task.curriculum is not None:
         passed = [s.reward >= cfg.task.curriculum.pass_reward for s in collected.sampled]
         metrics |= session.task.curriculum.observe([s.prompt for s in collected.sampled], passed)
@@ -126,6 +128,7 @@ def _sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
+        "response/count": float(len(samples)),
         "response/truncated_fraction": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "tokens/rollout": float(lengths.double().sum()),
     }

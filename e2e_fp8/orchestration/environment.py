@@ -84,6 +84,8 @@ def _quiet_imports() -> None:
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", message="Apex is not installed.*")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
+    # Megatron's optimizer keeps views of FP32 parameters (a critic's head) and sets their gradients itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

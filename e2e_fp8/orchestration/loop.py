@@ -1,6 +1,6 @@
 """The loop, synchronous, driven by one process; a trainer of several ranks looks like one engine to it (``orchestration.ranks``).
 
-    task prompts -> VllmEngine.generate -> verifier -> group advantages
+    task prompts -> VllmEngine.generate -> verifier -> advantages (of the group, or GAE with a critic)
          ^                                                   |
          |                                                   v
     VllmEngine <- receipt <- weight sync <- MegatronEngine.train_step <- TIS weights <- old log-probs
@@ -88,13 +88,22 @@ class Run:
         self.stop = StopFlag()
         self.checkpoint_seconds: float | None = None
         """Duration of a checkpoint not yet logged: it is written after its step's record, so the next record carries it."""
-        self.boundary_version = self.session.trainer.policy_version
-        """Policy version at the last step boundary; a failure later in a step is saved only if the weights are still those."""
+        self.boundary_versions = self._versions()
+        """At the last step boundary; a failure later in a step is saved only if the weights are still those."""
 
     @property
     def warm_steps(self) -> int:
         """Supervised steps before RL."""
         return self.cfg.training.warm_start.steps
+
+    @property
+    def _has_critic(self) -> bool:
+        return self.cfg.objective.advantage == "gae"
+
+    def _versions(self) -> tuple[int, int]:
+        """Optimizer steps of policy and critic so far."""
+        session = self.session
+        return session.trainer.policy_version, session.critic.policy_version if session.critic is not None else 0
 
     def _resume(self) -> None:
         state = self.store.load_latest()
@@ -105,6 +114,13 @@ class Run:
             self.session.task.curriculum.load_state_dict(state["curriculum"])
         if "clip_state" in state:
             self.session.clip_state = ClipState.from_state_dict(state["clip_state"])
+        if self._has_critic and self.global_step > self.warm_steps:
+            if "critic" not in state:
+                raise ConfigError(
+                    f"objective.advantage is gae, but the checkpoint of step {self.global_step} has no critic: restore objective.advantage "
+                    "to resume, or choose another run.name."
+                )
+            self.session.make_critic(state["critic"])
         self._rewind(self.global_step)
 
     def _rewind(self, step: int) -> None:
@@ -139,7 +155,7 @@ class Run:
         self.progress.update(self.global_step, record)
         for alarm in self.health.observe(self.global_step, record):
             self.progress.note(f"ALARM {alarm}")
-        self.boundary_version = self.session.trainer.policy_version
+        self.boundary_versions = self._versions()
 
     def checkpoint(self) -> None:
         """Write the state after the current step, once."""
@@ -172,6 +188,8 @@ class Run:
         warm_start(self.session, self.global_step, self._on_warm_step)
         if self.cfg.objective.kl_coef > 0 and self.session.reference is None:
             self.session.make_reference()
+        if self._has_critic and self.session.critic is None:
+            self.session.make_critic(None)
         first = self.global_step - self.warm_steps
         self.progress.note("starting the rollout engine")
         self._record_sync(self.session.sync(), self.global_step)
@@ -225,7 +243,7 @@ class Run:
 
     def save_after(self, error: UserError) -> None:
         """Keep the steps done so far when one fails before it changed the weights."""
-        same_weights = self.session.trainer.policy_version == self.boundary_version
+        same_weights = self._versions() == self.boundary_versions
         if same_weights and self.global_step and not isinstance(error, CheckpointError | StorageError | RankError):
             self.checkpoint()
 

@@ -1,12 +1,14 @@
-"""One reinforcement-learning step: roll out, reward, old log-probs, correction, update, sync."""
+"""One reinforcement-learning step: roll out, reward, old log-probs and values, correction, updates, sync."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from e2e_fp8.config.root import Config
 from e2e_fp8.correction.apply import correct
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
+from e2e_fp8.orchestration.critic import update_critic
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss
 from e2e_fp8.orchestration.replay import changed_metrics
 from e2e_fp8.orchestration.scoring import mismatch, score
@@ -41,15 +43,27 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
         sync = session.sync()
     record = collected.metrics | update | _cost_metrics(timer, sync)
     record["rollout/tokens_per_s"] = record["tokens/rollout"] / max(record["time/rollout"], 1e-9)
-    record["train/tokens_per_s"] = record["tokens/train"] / max(record.get("time/update", 0.0), 1e-9)
+    if "time/update" in record:
+        record["train/tokens_per_s"] = record["tokens/train"] / max(record["time/update"], 1e-9)
     record["staleness/max"] = float(trained_version - min(s.policy_version for s in collected.sampled))
     hit_rate = session.start_rollout().prefix_cache_hit_rate
     if hit_rate is not None:
         record["rollout/prefix_cache_hit_rate"] = hit_rate
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
-    record["learning_rate"] = warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps)
+    record["learning_rate"] = _learning_rate(cfg, step)
     return StepOutcome(record=record, samples=collected.sampled, sync=sync)
+
+
+def _learning_rate(cfg: Config, step: int) -> float:
+    """Of the policy in RL step ``step``, from 0: its warm-up begins with its first update, after the critic's own; 0 before."""
+    updates = step - _critic_steps(cfg)
+    return warmed_up(cfg.training.learning_rate, updates, cfg.training.warmup_steps) if updates >= 0 else 0.0
+
+
+def _critic_steps(cfg: Config) -> int:
+    """First RL steps in which the critic alone is trained."""
+    return cfg.objective.critic.critic_warmup if cfg.objective.advantage == "gae" else 0
 
 
 def _nothing_to_train_on(session: Session) -> dict[str, float]:
@@ -69,6 +83,12 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
             record["entropy"] = _entropy(scored.batches, scored.stats)
             corrected, metrics = correct(scored.batches, log_probs, cfg.correction)
             minibatches, record = regrouped(corrected, minibatches), record | metrics
+    record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
+    if session.critic is not None:
+        with timer("update_critic"):
+            record |= update_critic(session.critic, scored.minibatches, cfg)
+    if step < _critic_steps(cfg):
+        return record | {TRAINED_TOKENS: 0.0}
     shadow = ShadowPass(cfg.objective, session.trainer, minibatches, session.clip_state, timer)
     with timer("update"):
         run = _update_with_census if census else _update
@@ -77,15 +97,13 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
     replayed = changed_metrics(session.trainer.take_replay_counts())
     # in bypass mode the update is the first to replay; otherwise its weights move between the counts
     record |= replayed if scored.stats is None else {}
-    record |= shadow.metrics()
-    record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
-    return record
+    return record | shadow.metrics()
 
 
 def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
     """One optimizer step per mini-batch, and the metrics of all."""
     cfg = session.cfg
-    session.trainer.set_learning_rate(warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps))
+    session.trainer.set_learning_rate(_learning_rate(cfg, step))
     reports: list[StepReport] = []
     corrections: list[dict[str, float]] = []
     trained = 0.0

@@ -1,4 +1,4 @@
-"""From samples to micro-batches ready for the update: old and reference log-probs, shaped rewards, advantages."""
+"""From samples to micro-batches ready for the update: old and reference log-probs, values, shaped rewards, advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,16 +7,15 @@ import torch
 
 from e2e_fp8.correction.apply import joined_boundaries
 from e2e_fp8.correction.diagnostics import mismatch_metrics
-from e2e_fp8.correction.importance import safe_log_ratio
 from e2e_fp8.correction.sequences import Sequences
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, regrouped, with_advantages, with_old_log_probs
+from e2e_fp8.orchestration.critic import with_gae
 from e2e_fp8.orchestration.replay import changed_metrics, coverage_metrics, routing_of
 from e2e_fp8.orchestration.session import Session
+from e2e_fp8.orchestration.shaping import kl_is_in_reward, mean_kl, punished_rewards, token_kl
 from e2e_fp8.types import PackedBatch, Sample, TokenStats
 from e2e_fp8.update.advantages import group_advantages
-from e2e_fp8.update.kl import kl_estimate
-from e2e_fp8.update.rewards import soft_overlong_penalty
 
 Minibatches = list[list[PackedBatch]]
 
@@ -53,12 +52,13 @@ def score(session: Session, samples: Sequence[Sample], timer: PhaseTimer) -> Sco
         with timer("reference"):
             reference = session.reference.token_stats([b.without_replay() for b in batches])
         batches = [replace(b, ref_log_probs=r.log_probs * b.loss_mask) for b, r in zip(batches, reference, strict=True)]
-    rewards, shaping = _shaped_rewards(session, samples, batches)
-    advantages, _ = group_advantages(
-        rewards, torch.tensor(group_ids), normalize_by_std=cfg.objective.normalize_by_std, eps=cfg.objective.advantage_eps
-    )
-    batches = with_advantages(batches, advantages)
-    metrics |= shaping | _advantage_metrics(samples, advantages)
+    if session.critic is None:
+        batches, advantage_metrics = _group_advantages(session, samples, batches)
+    else:
+        with timer("values"):
+            values = session.critic.values(batches)
+        batches, advantage_metrics = with_gae(cfg, samples, batches, values)
+    metrics |= advantage_metrics | _dilution(samples, batches)
     return Scored(minibatches=regrouped(batches, parts), stats=stats, metrics=metrics)
 
 
@@ -84,38 +84,30 @@ def _packed(session: Session, samples: Sequence[Sample], slices: Sequence[slice]
     return parts, metrics
 
 
-def _advantage_metrics(samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
+def _group_advantages(
+    session: Session, samples: Sequence[Sample], batches: Sequence[PackedBatch]
+) -> tuple[list[PackedBatch], dict[str, float]]:
+    """One advantage a sequence from the shaped rewards, relative to its group."""
+    objective = session.cfg.objective
+    rewards, metrics = punished_rewards(session.cfg, samples)
+    if kl_is_in_reward(session.cfg):
+        kl = [token_kl(b, objective.kl_estimator) for b in batches]
+        metrics |= mean_kl(kl, batches)
+        sums = torch.cat([Sequences.of(b.loss_mask, b.cu_seqlens).sum(k).cpu() for b, k in zip(batches, kl, strict=True)])
+        rewards = rewards - objective.kl_coef * sums
+    group_ids = torch.tensor([s.group_id for s in samples])
+    advantages, _ = group_advantages(rewards, group_ids, normalize_by_std=objective.normalize_by_std, eps=objective.advantage_eps)
+    return with_advantages(batches, advantages), metrics
+
+
+def _dilution(samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> dict[str, float]:
     """Mean |advantage| of responses longer than the median over that of the others; nothing when either side has none."""
     lengths = torch.tensor([len(s.response_token_ids) for s in samples])
-    long, magnitude = lengths > lengths.median(), advantages.abs()
+    magnitude = torch.cat([Sequences.of(b.loss_mask, b.cu_seqlens).mean(b.advantages.abs()).cpu() for b in batches])
+    long = lengths > lengths.median()
     if not bool(long.any()) or not float(magnitude[~long].sum()):
         return {}
     return {"advantages/long_to_short": float(magnitude[long].mean() / magnitude[~long].mean())}
-
-
-def _shaped_rewards(session: Session, samples: Sequence[Sample], batches: Sequence[PackedBatch]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Rewards ``[N]`` with what the objective takes off them, and how much that was."""
-    objective, metrics = session.cfg.objective, {}
-    rewards = torch.tensor([s.reward for s in samples])
-    if objective.overlong_buffer_tokens:
-        lengths = torch.tensor([len(s.response_token_ids) for s in samples])
-        limit, buffer = session.cfg.rollout.max_response_tokens, objective.overlong_buffer_tokens
-        penalty = soft_overlong_penalty(lengths, max_tokens=limit, buffer_tokens=buffer, penalty=objective.overlong_penalty)
-        metrics["reward/overlong_penalty"] = float(penalty.mean())
-        rewards = rewards + penalty
-    if objective.kl_coef and objective.kl_placement == "reward":
-        kl = torch.cat([_sequence_kl(b, objective.kl_estimator) for b in batches])
-        metrics["kl_ref"] = float(kl.sum() / max(sum(float(b.loss_mask.sum()) for b in batches), 1.0))
-        rewards = rewards - objective.kl_coef * kl
-    return rewards, metrics
-
-
-def _sequence_kl(batch: PackedBatch, estimator: str) -> torch.Tensor:
-    """``[S]`` sums over the response of the estimate of KL(old, reference)."""
-    if batch.ref_log_probs is None:
-        raise ValueError("objective.kl_placement is reward but the batch has no ref_log_probs")
-    estimate = kl_estimate(safe_log_ratio(batch.ref_log_probs, batch.old_log_probs, batch.loss_mask), estimator)
-    return Sequences.of(batch.loss_mask, batch.cu_seqlens).sum(estimate).cpu()
 
 
 def mismatch(batches: Sequence[PackedBatch], train_log_probs: Sequence[torch.Tensor], threshold: float) -> dict[str, float]:

@@ -26,6 +26,7 @@ from e2e_fp8.tasks.dataset import Task, load_task
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.training.tile_census import TileCensus, census_of
+from e2e_fp8.training.value_engine import ValueEngine
 from e2e_fp8.types import Prompt, Sample
 
 
@@ -69,6 +70,8 @@ class Session:
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
     clip_state: ClipState = field(default_factory=ClipState)
     """Of calibrated clipping, after the last finished update."""
+    critic: ValueEngine | None = None
+    """Value model; None without objective.advantage gae, and before RL starts."""
 
     def make_reference(self) -> None:
         """Freeze a second engine at the policy's present weights as the reference policy."""
@@ -89,6 +92,8 @@ class Session:
             state["ranks"] = asdict(self.trainer.grid)
         if self.reference is not None:
             state["reference"] = self.reference.state_dict()
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
         return state
 
     @property
@@ -140,6 +145,14 @@ class Session:
             yield census
         for counts in trainer.end_census():
             census.add_counts(counts)
+
+    def make_critic(self, state: dict[str, Any] | None) -> None:
+        """Build the critic: from its saved ``state``, or new from objective.critic.hf_path or the trainer's weights as they are now."""
+        self.critic = ValueEngine(self.cfg)
+        if state is not None:
+            self.critic.load_state_dict(state)
+        elif self.cfg.objective.critic.hf_path is None:
+            self.critic.start_from(self.trainer.named_masters())
 
     def start_rollout(self) -> VllmEngine | ServerEngine:
         """Start the engine on first use; it is slow to start and the warm start does not need it."""

@@ -1,7 +1,8 @@
 """The training engine: Megatron-Core on the CPU or on a GPU through one code path."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,6 @@ from e2e_fp8.errors import CheckpointError, ConfigError
 from e2e_fp8.layout import ShardedParameter, megatron_shards
 from e2e_fp8.megatron_names import QKV_ORDER
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.protocols import LossFn
 from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.training import optimizer_state, pipeline
 from e2e_fp8.training.ground import Ground
@@ -22,7 +22,7 @@ from e2e_fp8.training.log_probs import token_stats_from_logits
 from e2e_fp8.training.microbatches import all_ranks, broadcast_record, even_out, sum_over
 from e2e_fp8.training.model import build_model, build_optimizer, check_supported, uses_sequence_parallel
 from e2e_fp8.training.packing import packed_layout, pad_packed, to_device
-from e2e_fp8.training.parallel import initialize_parallel_state, rank_parameters, tensor_group, world_size
+from e2e_fp8.training.parallel import Parameter, initialize_parallel_state, rank_parameters, tensor_group, world_size
 from e2e_fp8.training.weights import check_weights, import_safetensors, initial_hf_weights, local_weight
 from e2e_fp8.types import PackedBatch, ReplayCounts, StepReport, TokenStats
 
@@ -47,15 +47,15 @@ def select_ground(cfg: Config) -> Ground:
     return CpuGround()
 
 
-class MegatronEngine:
-    """Megatron-Core training of one policy (``e2e_fp8.protocols.TrainEngine`` without the export, which orchestration adds).
-
-    A new engine holds the weights of ``model.hf_path``, or fresh ones from ``run.seed``.
+class MegatronModel[Readout](ABC):
+    """Megatron-Core training of one model; ``Readout`` is what a loss function sees of a forward pass. Weights are zero until loaded.
 
     Raises:
         ConfigError: the configuration asks for something the trainer does not do, or a linear would run in another precision.
-        CheckpointError: the weights of ``model.hf_path`` are damaged or do not fit.
     """
+
+    value_head = False
+    """Whether the output is a value for each token, not logits."""
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -68,14 +68,16 @@ class MegatronEngine:
             initialize_parallel_state(self.grid, self.ground)
             self.rank = dist.get_rank()
             self.ground.prepare()
-            self.chunks, self._wrapped = build_model(cfg, self.ground)
+            self.chunks, self._wrapped = build_model(cfg, self.ground, value_head=self.value_head)
             self.router_replays = self._router_replays()
             self._parameters = rank_parameters(self.chunks, self.layout_of(self.rank))
             self.ground.configure_precision([p for p in self._parameters if p.in_linear], self.plan)
             self._optimizer = build_optimizer(cfg, self.ground, self._wrapped)
             self._masters = optimizer_state.master_shards(self._optimizer, self._parameters)
-        source = cfg.model.hf_path
-        self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
+
+    @abstractmethod
+    def _read(self, output: torch.Tensor, batch: PackedBatch) -> Readout:
+        """What a loss function sees, from the last stage's output ``[1, T, ...]``, T padded."""
 
     def _router_replays(self) -> Any | None:
         """The routers as ``training.router_replay`` wants them; None when it is disabled."""
@@ -113,17 +115,14 @@ class MegatronEngine:
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
-    def load_hf_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the FP32 masters to the given HF-named weights, exactly, and the model parameters from them.
-
-        Every rank takes its share of every tensor. Collective.
+    def _load(self, weight_of: Callable[[Parameter], torch.Tensor]) -> None:
+        """Set the FP32 masters to ``weight_of`` this rank's parameters, exactly, and the model parameters from them. Collective.
 
         Raises:
-            CheckpointError: names, shapes or dtypes do not fit the model.
+            CheckpointError: a weight is NaN, or has another size.
         """
-        check_weights(tensors, self.cfg.model)
         with self.ground.scope(), torch.no_grad():
-            values = {s.name: s.of(local_weight(s.parameter.layout, tensors)) for s in self._masters}
+            values = {s.name: s.of(weight_of(s.parameter)) for s in self._masters}
             optimizer_state.write_masters(self._masters, values)
             self._sync_parameters()
             for shard in self._masters:
@@ -175,19 +174,8 @@ class MegatronEngine:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
-    def logits(self, batch: PackedBatch) -> torch.Tensor:
-        """FP32 logits ``[T, V]`` of a packed batch, V this rank's columns of the vocabulary; differentiable unless under no_grad.
-
-        Raises:
-            ConfigError: the layers are divided over a pipeline.
-        """
-        if self.grid.pipeline > 1:
-            raise ConfigError("training.parallel.pipeline is above 1: logits of one batch need a whole model in each process.")
-        with self.ground.scope():
-            return self._forward(self._wrapped[0], batch)[0, : batch.token_ids.numel()]
-
     def _forward(self, wrapped: Any, batch: PackedBatch) -> torch.Tensor:
-        """Output of one chunk: logits ``[1, T, V]`` on the last stage, else hidden states; T is padded."""
+        """Output of one chunk: logits ``[1, T, V]`` or values ``[1, T, 1]`` on the last stage, else hidden states; T is padded."""
         multiple = self.ground.token_multiple * (self.grid.tensor if uses_sequence_parallel(self.cfg) else 1)
         padded = to_device(pad_packed(batch, multiple), self.ground.device)
         params, positions_T = packed_layout(padded.cu_seqlens)
@@ -199,17 +187,10 @@ class MegatronEngine:
         """What router replay changed in this rank's layers since the last call; None when it is disabled."""
         return None if self.router_replays is None else self.router_replays.take_counts()
 
-    def _stats(self, logits_1TV: torch.Tensor, batch: PackedBatch) -> TokenStats:
-        return token_stats_from_logits(
-            logits_1TV[0, : batch.token_ids.numel()],
-            batch.targets.to(self.ground.device),
-            temperature=self.cfg.rollout.temperature,
-            vocab_size=self.cfg.model.vocab_size,
-            group=tensor_group() if self.grid.tensor > 1 else None,
-        )
-
-    def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
-        """Log-probabilities and entropies of each micro-batch; no gradient, on the engine's device.
+    def _per_token(
+        self, batches: Sequence[PackedBatch], read: Callable[[torch.Tensor, PackedBatch], torch.Tensor], rows: int
+    ) -> list[torch.Tensor]:
+        """``read(output, micro-batch)``, float32 ``[rows, T]``, of each micro-batch; no gradient, on the engine's device.
 
         Each data-parallel rank brings its own micro-batches; tensor and pipeline ranks bring the same. Collective.
         """
@@ -217,21 +198,10 @@ class MegatronEngine:
         evened = even_out(batches)
         with self.ground.scope(), torch.no_grad():
             if self.grid.pipeline > 1:
-                found = pipeline.token_stats(self._wrapped, evened, self._forward, self._stats)
+                found = pipeline.per_token(self._wrapped, evened, self._forward, read, rows)
             else:
-                found = [self._stats(self._forward(self._wrapped[0], batch), batch) for batch in evened]
+                found = [read(self._forward(self._wrapped[0], batch), batch) for batch in evened]
         return found[: len(batches)]
-
-    def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
-        """``token_stats`` of the same weights with BF16 linears on bf16(FP32 master): what training in BF16 would see. Collective."""
-        parameter_of = {id(parameter.weight): parameter for parameter in self._parameters}
-
-        def master_of(weight: torch.Tensor) -> torch.Tensor:
-            return next(optimizer_state.whole_masters(self._masters, [parameter_of[id(weight)]]))[1]
-
-        with self.ground.high_precision(self.chunks, master_of):
-            # this rank's own: a driving engine's token_stats would order the others to run theirs in FP8
-            return MegatronEngine.token_stats(self, batches)
 
     def _refuse_interleaving(self) -> None:
         if self.grid.virtual_pipeline > 1:
@@ -247,7 +217,12 @@ class MegatronEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: Callable[[Readout, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        denominator: float,
+    ) -> StepReport:
         """Gradient of (sum of the micro-batches' loss sums) / ``denominator``, clip, one optimizer step, parameter sync. Collective.
 
         Each data-parallel rank brings its own micro-batches (tensor and pipeline ranks the same); sums run over all of them and
@@ -278,13 +253,13 @@ class MegatronEngine:
         self.policy_version += 1
         return StepReport(metrics=metrics, grad_norm=float(grad_norm), skipped=False)
 
-    def _accumulate_gradients(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> dict[str, float]:
+    def _accumulate_gradients(self, batches: Sequence[PackedBatch], loss_fn: Any, denominator: float) -> dict[str, float]:
         """Gradients of all micro-batches of all ranks; returns the metric sums over them."""
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
 
-        def loss(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, float]]:
-            loss_sum, metric_sums = loss_fn(self._stats(logits, batch), to_device(batch, self.ground.device))
+        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, float]]:
+            loss_sum, metric_sums = loss_fn(self._read(output, batch), to_device(batch, self.ground.device))
             return loss_sum / denominator, {k: float(v.detach()) for k, v in {"loss": loss_sum, **metric_sums}.items()}
 
         if self.grid.pipeline > 1:
@@ -338,3 +313,73 @@ class MegatronEngine:
                 self.ground.set_rng_state(state["rng"])
             self._sync_parameters()
         self.policy_version = int(state["policy_version"])
+
+
+class MegatronEngine(MegatronModel[TokenStats]):
+    """Megatron-Core training of one policy (``e2e_fp8.protocols.TrainEngine`` without the export, which orchestration adds).
+
+    A new engine holds the weights of ``model.hf_path``, or fresh ones from ``run.seed``.
+
+    Raises:
+        ConfigError: the configuration asks for something the trainer does not do, or a linear would run in another precision.
+        CheckpointError: the weights of ``model.hf_path`` are damaged or do not fit.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        source = cfg.model.hf_path
+        self.load_hf_weights(initial_hf_weights(cfg.model, cfg.run.seed) if source is None else import_safetensors(source))
+
+    def load_hf_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the FP32 masters to the given HF-named weights, exactly, and the model parameters from them.
+
+        Every rank takes its share of every tensor. Collective.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes do not fit the model.
+        """
+        check_weights(tensors, self.cfg.model)
+        self._load(lambda parameter: local_weight(parameter.layout, tensors))
+
+    def logits(self, batch: PackedBatch) -> torch.Tensor:
+        """FP32 logits ``[T, V]`` of a packed batch, V this rank's columns of the vocabulary; differentiable unless under no_grad.
+
+        Raises:
+            ConfigError: the layers are divided over a pipeline.
+        """
+        if self.grid.pipeline > 1:
+            raise ConfigError("training.parallel.pipeline is above 1: logits of one batch need a whole model in each process.")
+        with self.ground.scope():
+            return self._forward(self._wrapped[0], batch)[0, : batch.token_ids.numel()]
+
+    def _read(self, output: torch.Tensor, batch: PackedBatch) -> TokenStats:
+        return token_stats_from_logits(
+            output[0, : batch.token_ids.numel()],
+            batch.targets.to(self.ground.device),
+            temperature=self.cfg.rollout.temperature,
+            vocab_size=self.cfg.model.vocab_size,
+            group=tensor_group() if self.grid.tensor > 1 else None,
+        )
+
+    def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """Log-probabilities and entropies of each micro-batch; no gradient, on the engine's device.
+
+        Each data-parallel rank brings its own micro-batches; tensor and pipeline ranks bring the same. Collective.
+        """
+
+        def read(output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+            stats = self._read(output, batch)
+            return torch.stack([stats.log_probs, stats.entropy])
+
+        return [TokenStats(log_probs=found[0], entropy=found[1]) for found in self._per_token(batches, read, 2)]
+
+    def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """``token_stats`` of the same weights with BF16 linears on bf16(FP32 master): what training in BF16 would see. Collective."""
+        parameter_of = {id(parameter.weight): parameter for parameter in self._parameters}
+
+        def master_of(weight: torch.Tensor) -> torch.Tensor:
+            return next(optimizer_state.whole_masters(self._masters, [parameter_of[id(weight)]]))[1]
+
+        with self.ground.high_precision(self.chunks, master_of):
+            # this rank's own: a driving engine's token_stats would order the others to run theirs in FP8
+            return MegatronEngine.token_stats(self, batches)

@@ -1,4 +1,4 @@
-"""FP32 logits from BF16 operands, on both grounds.
+"""FP32 logits from BF16 operands, and a critic's values, on both grounds.
 
 Shape legend: ``T`` tokens, ``H`` hidden width, ``V`` vocabulary rows of this rank.
 """
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.training.column_input import column_input
@@ -59,3 +60,28 @@ class Fp32OutputLayer(ColumnParallelLinear):
     ) -> torch.Tensor:
         x = column_input(input, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, tp_group=tp_group)
         return Fp32LogitsFunction.apply(x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.size(0))
+
+
+class ValueHead(torch.nn.Module):
+    """One value for each token, ``x_TH @ w_1H.T`` with FP32 weight and product, in the place of Megatron's output layer.
+
+    Every tensor rank holds the whole row. Under sequence parallelism it sees this rank's tokens only; values are gathered, and
+    Megatron adds up the row's gradient over the tensor ranks.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        super().__init__()
+        self.sequence_parallel = bool(config.sequence_parallel)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32, device=device))
+        self.weight.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ValueHead":
+        # Megatron's Float16Module turns a whole model into BF16
+        return super()._apply(lambda tensor: fn(tensor).float(), recurse)
+
+    def forward(self, input: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        """``([T, ..., 1] float32, None)``, as Megatron calls an output layer."""
+        values = torch.nn.functional.linear(input.float(), self.weight)
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None

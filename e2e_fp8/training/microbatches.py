@@ -28,6 +28,8 @@ def empty_batch() -> PackedBatch:
         rollout_log_probs=zero,
         old_log_probs=zero,
         ref_log_probs=zero,
+        values=zero,
+        returns=zero,
     )
 
 

@@ -101,16 +101,16 @@ def transformer_config(cfg: Config, ground: Ground) -> Any:
     )
 
 
-def build_model(cfg: Config, ground: Ground) -> tuple[list[Any], list[Any]]:
+def build_model(cfg: Config, ground: Ground, *, value_head: bool = False) -> tuple[list[Any], list[Any]]:
     """``(GPTModels, DistributedDataParallel around each)`` on the ground's device, weights undefined until loaded.
 
-    One model per chunk of layers that this pipeline rank holds.
+    One model per chunk of layers that this pipeline rank holds. With ``value_head`` its output is one value per token, not logits.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     config = transformer_config(cfg, ground)
-    chunks = [_build_chunk(cfg, ground, config, index) for index in range(cfg.training.parallel.virtual_pipeline)]
+    chunks = [_build_chunk(cfg, ground, config, index, value_head) for index in range(cfg.training.parallel.virtual_pipeline)]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -125,12 +125,12 @@ def build_model(cfg: Config, ground: Ground) -> tuple[list[Any], list[Any]]:
     return chunks, wrapped
 
 
-def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
+def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_head: bool) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     from e2e_fp8.training.attention import PackedRotary
-    from e2e_fp8.training.head import Fp32OutputLayer
+    from e2e_fp8.training.head import Fp32OutputLayer, ValueHead
 
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
@@ -148,7 +148,9 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
         vp_stage=stage,
     ).to(ground.device)
     ground.arrange_parameters(model)
-    if model.post_process:
+    if model.post_process and value_head:
+        model.output_layer = ValueHead(config, ground.device)  # pyright: ignore[reportAttributeAccessIssue]
+    elif model.post_process:
         Fp32OutputLayer.become(model.output_layer)
     model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
     return model

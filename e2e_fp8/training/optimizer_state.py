@@ -49,7 +49,11 @@ def master_shards(optimizer: Any, parameters: Sequence[Parameter]) -> list[Maste
         RuntimeError: a parameter has no FP32 master on any rank of its data-parallel group.
     """
     ranges: dict[int, tuple[int, int]] = {}
+    own_masters: dict[int, torch.Tensor] = {}
     for leaf in leaf_optimizers(optimizer):
+        # an FP32 parameter is its own master: the optimizer holds views of it
+        for models, shards in zip(leaf.model_fp32_groups, leaf.shard_fp32_groups, strict=True):
+            own_masters.update({id(model): shard for model, shard in zip(models, shards, strict=True)})
         for weight in leaf.model_param_gbuf_map:
             span = leaf._get_model_param_range_map(weight)["param"]
             ranges[id(weight)] = (span.start, span.end)
@@ -58,7 +62,7 @@ def master_shards(optimizer: Any, parameters: Sequence[Parameter]) -> list[Maste
         start, stop = ranges.get(id(parameter.weight), (0, 0))
         if start == stop and data_group(parameter.weight).size() > 1:
             continue
-        master = getattr(parameter.weight, "main_param", None)
+        master = own_masters.get(id(parameter.weight), getattr(parameter.weight, "main_param", None))
         if master is None or master.dtype != torch.float32 or not 0 < master.numel() == stop - start:
             raise RuntimeError(f"The distributed optimizer keeps no FP32 master of {parameter.name}.")
         found.append(MasterShard(parameter=parameter, master=master, start=start, stop=stop))

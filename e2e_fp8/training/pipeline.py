@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from e2e_fp8.types import PackedBatch, TokenStats
+from e2e_fp8.types import PackedBatch
 
 Forward = Callable[[Any, PackedBatch], torch.Tensor]
 """(wrapped model chunk, micro-batch) -> hidden states, or logits on the last stage."""
@@ -48,20 +48,23 @@ def forward_backward(
     return _run(wrapped, batches, forward, finish, forward_only=False)
 
 
-def token_stats(
-    wrapped: Sequence[Any], batches: Sequence[PackedBatch], forward: Forward, stats: Callable[[torch.Tensor, PackedBatch], TokenStats]
-) -> list[TokenStats]:
-    """Statistics of every micro-batch, without gradient, on all stages of the pipeline."""
+def per_token(
+    wrapped: Sequence[Any],
+    batches: Sequence[PackedBatch],
+    forward: Forward,
+    read: Callable[[torch.Tensor, PackedBatch], torch.Tensor],
+    rows: int,
+) -> list[torch.Tensor]:
+    """``read(output, micro-batch)``, float32 ``[rows, T]``, of every micro-batch, without gradient, on all stages of the pipeline."""
     from megatron.core import parallel_state
 
     def finish(batch: PackedBatch, output: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        found = stats(output, batch)
-        return torch.stack([found.log_probs, found.entropy])
+        return read(output, batch)
 
     found = _run(wrapped, batches, forward, finish, forward_only=True, collect_non_loss_data=True)
     counts = [batch.token_ids.numel() for batch in batches]
     device = next(wrapped[0].parameters()).device
-    joined = torch.cat(found, dim=1).contiguous() if found else torch.empty(2, sum(counts), device=device)
+    joined = torch.cat(found, dim=1).contiguous() if found else torch.empty(rows, sum(counts), device=device)
     group: Any = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast(joined, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return [TokenStats(log_probs=part[0], entropy=part[1]) for part in joined.split(counts, dim=1)]
+    return list(joined.split(counts, dim=1))

@@ -7,7 +7,8 @@ The second form imports Megatron once and forks the ranks of each job, because i
 for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
 tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
 in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows; ``victim``, the rank that is
-killed after two of them; ``drive``, see drive_ranks.py.
+killed after two of them; ``drive``, see drive_ranks.py; ``critic``, a value model that starts from the trainer's weights and is
+trained beside it.
 """
 
 import json
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from e2e_fp8.config.critic import CriticConfig
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import UserError
@@ -44,7 +46,9 @@ from e2e_fp8.sync.process_group import PairGroup
 from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
+from e2e_fp8.training.value_engine import ValueEngine
 from e2e_fp8.types import ExportedTensor, PackedBatch, TokenStats
+from e2e_fp8.update.value import make_value_loss_fn
 
 
 def batches_of(case: dict, vocab: int) -> list[PackedBatch]:
@@ -110,11 +114,36 @@ def main(case: dict, out: Path) -> None:
             publish(gathered, **server)
     for server in case.get("publish_ranks", ()):
         publish_from_ranks(engine, cfg, out, **server)
+    if case.get("critic"):
+        train_critic(engine, cfg, case, out)
     if case.get("engines"):
         send_to_engines(engine, cfg, case, out)
     if case["steps"]:
         check_poisoned_step(engine, mine, denominator)
     dist.barrier()
+
+
+def train_critic(engine: MegatronEngine, cfg: Config, case: dict, out: Path) -> None:
+    """Three steps towards random returns (the first moves the head of zeros alone), and the values afterwards."""
+    rank = dist.get_rank()
+    batches = batches_of(case, cfg.model.vocab_size)
+    generator = torch.Generator().manual_seed(case["seed"])
+    zeros = [torch.zeros(b.loss_mask.shape) for b in batches]
+    batches = [
+        replace(b, values=z, returns=torch.randn(z.shape, generator=generator) * b.loss_mask) for b, z in zip(batches, zeros, strict=True)
+    ]
+    denominator = float(sum(b.loss_mask.sum() for b in batches))
+    critic = ValueEngine(cfg)
+    critic.start_from(engine.named_masters())
+    critic.set_learning_rate(case["learning_rate"])
+    mine = share_of(batches, critic.grid.place(rank).data, critic.grid.data)
+    loss_fn = make_value_loss_fn(CriticConfig())
+    reports = [critic.train_step(mine, loss_fn, denominator) for _ in range(3)]
+    record = [{**r.metrics, "grad_norm": r.grad_norm} for r in reports]
+    (out / f"critic-{rank}.json").write_text(json.dumps(record))
+    found = {f"values/{i}": v.cpu() for i, v in enumerate(critic.values(mine))}
+    found |= {f"master/{n}": m.cpu() for n, m in critic.named_masters() if "output_layer" in n or "router" in n}
+    save_file(found, out / f"critic-{rank}.safetensors")
 
 
 def check_poisoned_step(engine: MegatronEngine, mine: list[PackedBatch], denominator: float) -> None:

@@ -98,14 +98,7 @@ def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path
     assert 4 <= stopped_at < 6
     done = run([*words, "--resume"])
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (CheckpointStore(d / "checkpoints", keep=2).load(6) for d in (straight, halves))
-    assert_same_state(first["trainer"], second["trainer"], "trainer")
-    timing = ("time", "per_s", "seconds", "share_of_sync")
-    for a, b in zip(records(straight), records(halves), strict=True):
-        assert {k: v for k, v in a.items() if not any(t in k for t in timing)} == {
-            k: v for k, v in b.items() if not any(t in k for t in timing)
-        }
-    assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
+    assert_same_run(straight, halves, 6)
 
 
 def test_shared_memory_run_is_the_same_run_and_copies_less(straight, tmp_path):
@@ -135,6 +128,20 @@ def test_prompt_too_long_is_one_sentence_before_anything_starts(tmp_path):
     assert "Traceback" not in done.stderr
     assert "more than the 4 that rollout.max_model_len leaves" in done.stderr
     assert not (tmp_path / "long" / "config.yaml").exists()
+
+
+def assert_same_run(straight: Path, halves: Path, step: int) -> None:
+    """Same state after ``step``, same records but for times, same last receipt."""
+    first, second = (CheckpointStore(d / "checkpoints", keep=2).load(step) for d in (straight, halves))
+    assert first.keys() == second.keys()
+    for part in first.keys() - {"seconds"}:
+        assert_same_state(first[part], second[part], part)
+    timing = ("time", "per_s", "seconds", "share_of_sync")
+    for a, b in zip(records(straight), records(halves), strict=True):
+        assert {k: v for k, v in a.items() if not any(t in k for t in timing)} == {
+            k: v for k, v in b.items() if not any(t in k for t in timing)
+        }
+    assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
 
 
 def assert_same_state(a, b, where: str) -> None:
@@ -239,6 +246,70 @@ def test_everything_rejected_skips_the_steps_and_the_run_goes_on(tmp_path):
     assert record["policy_version"] == 2.0
     assert record["receipt/passed"] == 1.0
     assert "loss" not in record
+
+
+PPO = (
+    "run.steps=3",
+    "run.checkpoint_interval=3",
+    "run.eval_interval=0",
+    "training.minibatches_per_step=2",
+    "objective.critic.critic_warmup=1",
+)
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ppo")
+    done = run(train_command(out, "ppo", *PPO, config="objectives/ppo_gae"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out / "ppo"
+
+
+def test_ppo_trains_its_critic_first_and_then_both(ppo):
+    first, *rest = [r for r in records(ppo) if r["phase"] == 1.0]
+    assert (first["policy_version"], first["tokens/trained"], first["learning_rate"]) == (2.0, 0.0, 0.0)
+    assert "time/update" not in first
+    assert [r["policy_version"] for r in rest] == [4.0, 6.0]
+    for r in (first, *rest):
+        assert r["receipt/passed"] == 1.0
+        assert r["critic/grad_norm"] > 0
+        assert r["critic/skipped_steps"] == 0.0
+        assert r["time/values"] > 0
+        assert r["time/update_critic"] > 0
+        assert r["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-5)
+    # a head of zeros has no values, and explains nothing
+    assert first["critic/values/max"] == first["critic/values/min"] == 0.0
+    assert first["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-3)
+    assert rest[0]["critic/values/max"] > rest[0]["critic/values/min"]
+    assert all(r["grad_norm"] > 0 for r in rest)
+    state = CheckpointStore(ppo / "checkpoints", keep=2).load(5)
+    assert state["critic"]["policy_version"] == 6
+    assert state["critic"]["parameters"]["output_layer.weight"]["master"].numel() == 256
+    html = (ppo / "report.html").read_text()
+    assert "Value loss" in html
+    assert "update_critic" in html
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed_ppo_ends_with_the_same_bytes(ppo, tmp_path):
+    """By hand: two more engine starts."""
+    words = train_command(tmp_path, "halves", *PPO, config="objectives/ppo_gae")
+    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=3)[0] == 130
+    halves = tmp_path / "halves"
+    stopped_at = CheckpointStore(halves / "checkpoints", keep=2).latest()
+    assert stopped_at is not None
+    assert 3 <= stopped_at < 5
+    done = run([*words, "--resume"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(ppo, halves, 5)
+
+
+def test_a_run_without_a_critic_is_not_continued_with_one(straight):
+    words = train_command(straight.parent, "straight", "run.steps=5", "objective.kind=ppo", "objective.advantage=gae", resume=True)
+    done = run(words)
+    assert done.returncode == 2
+    assert "the checkpoint of step 6 has no critic: restore objective.advantage to resume" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 BAD_REWARD = """

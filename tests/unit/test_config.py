@@ -105,7 +105,7 @@ def test_a_field_in_the_wrong_section_is_pointed_to_its_own():
         ({"run": {"name": 3}}, ("run.name is 3", "quote it")),
         ({"run": {"resume": "maybe"}}, ("run.resume is 'maybe'", "true or false")),
         ({"run": 3}, ("run is 3", "section of fields")),
-        ({"rollout": {"group_size": 1}}, ("rollout.group_size is 1", "at least 2")),
+        ({"rollout": {"group_size": 0}}, ("rollout.group_size is 0", "at least 1")),
         ({"rollout": {"moe_backend": "cutlass"}}, ("rollout.moe_backend is 'cutlass'", "'deep_gemm' or 'triton'")),
         ({"numerics": {"scale_format": "fp16"}}, ("numerics.scale_format is 'fp16'", "'fp32' or 'pow2'")),
         ({"objective": {"clip_low": 1.5}}, ("objective.clip_low is 1.5", "at most 1")),

@@ -195,7 +195,7 @@ def test_summary_and_report_show_alarms_and_their_fields(tmp_path) -> None:
     print_summary(run, Console(file=out, width=200))
     assert "health.degenerate_groups" in out.getvalue()
     html = write_report(run).read_text()
-    for text in ("<h2>Health</h2>", "objective.kl_coef", "rollout.group_size", "Reward over KL budget", "Sample efficiency", "recovered"):
+    for text in ("<h2>Health</h2>", "objective.kl_coef", "rollout.group_size", "Reward over KL budget", "Token efficiency", "recovered"):
         assert text in html
     (run / "config.yaml").write_text(
         yaml.safe_dump(Config.model_validate({"health": {"kl_budget": None, "degenerate_groups": None}}).model_dump(mode="json"))
@@ -206,13 +206,16 @@ def test_summary_and_report_show_alarms_and_their_fields(tmp_path) -> None:
 def test_amdahl_bounds(tmp_path) -> None:
     history = load_history(write_run(tmp_path / "r"))
     bounds = amdahl_bounds(history)
-    assert math.fsum(share for _, _, share, _ in bounds) == pytest.approx(1.0)
+    assert math.fsum(b.share for b in bounds) == pytest.approx(1.0)
     rl = [r for r in history.records if r["phase"] == 1.0]
     step = sum(v for r in rl for k, v in r.items() if k.startswith("time/")) / len(rl)
-    for phase, seconds, share, bound in bounds:
-        assert seconds == pytest.approx(sum(r.get(f"time/{phase}", 0.0) for r in rl) / len(rl))
-        assert share == pytest.approx(seconds / step)
-        assert bound == pytest.approx(step / (step - seconds))
+    for b in bounds:
+        assert b.seconds == pytest.approx(sum(r.get(f"time/{b.phase}", 0.0) for r in rl) / len(rl))
+        assert b.share == pytest.approx(b.seconds / step)
+        assert b.bound == pytest.approx(step / (step - b.seconds))
+        assert b.half == pytest.approx(step / (step - b.seconds + b.seconds / 2))
     html = write_report(tmp_path / "r").read_text()
     assert "Speed-up at most" in html
-    assert f"{max(b for *_, b in bounds):.2f}x" in html
+    assert "Speed-up at half its time" in html
+    for value in (max(b.bound for b in bounds), max(b.half for b in bounds)):
+        assert f"{value:.2f}x" in html

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from e2e_fp8.config.correction import CorrectionConfig, preset_values
+from e2e_fp8.config.critic import critic_config
 from e2e_fp8.config.load import dump_config, load_config, parse_config
 from e2e_fp8.config.objective import KIND_DEFAULTS, ObjectiveConfig
 from e2e_fp8.config.root import Config
@@ -89,7 +90,21 @@ def test_names_of_earlier_run_folders_are_read():
 @pytest.mark.parametrize(
     ("sections", "parts"),
     [
-        ({"objective": {"kind": "ppo", "advantage": "gae"}}, ("objective.advantage is gae", "no value model", "set it to group")),
+        ({"rollout": {"group_size": 1}}, ("rollout.group_size is 1", "objective.advantage is group", "use 2 or more, or advantage gae")),
+        ({"objective": {"critic": {"value_clip": 0.2}}}, ("objective.critic is set", "objective.advantage is group", "use gae")),
+        ({"objective": {"kind": "dapo", "advantage": "gae"}}, ("objective.dynamic_sampling is true", "advantage is gae", "to false")),
+        ({"objective": {"kind": "gspo", "advantage": "gae"}}, ("objective.kind is gspo", "use gspo_token")),
+        ({"objective": {"advantage": "gae", "critic": {"gae_lambda": 1.1}}}, ("objective.critic.gae_lambda is 1.1", "at most 1")),
+        ({"objective": {"advantage": "gae", "critic": {"value_clip": 0}}}, ("objective.critic.value_clip is 0", "greater than 0")),
+        ({"objective": {"advantage": "gae", "critic": {"lambda": 1}}}, ("unknown field objective.critic.lambda", "gae_lambda")),
+        (
+            {
+                "model": {"hidden_size": 96},
+                "numerics": {"training_precision": "bf16", "rollout_precision": "bf16"},
+                "objective": {"advantage": "gae", "critic": {"precision": "fp8"}},
+            },
+            ("model.hidden_size is 96", "not a multiple of 128"),
+        ),
         ({"objective": {"kind": "gppo"}}, ("objective.kind is 'gppo'", "choose one")),
         ({"objective": {"kind": "sapo", "dual_clip": 3.0}}, ("objective.dual_clip is 3.0", "has no clipped ratio", "remove it")),
         ({"objective": {"dual_clip": 1.1}}, ("objective.dual_clip is 1.1", "above 1 + objective.clip_high = 1.28")),
@@ -126,3 +141,16 @@ def test_broken_rules_are_one_sentence_with_field_value_and_remedy(sections, par
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_the_critic_takes_its_own_precision_and_everything_else_of_the_trainer():
+    values = {
+        "model": {"tie_word_embeddings": True},
+        "objective": {"advantage": "gae", "critic": {"precision": "bf16", "learning_rate": 0.5}},
+    }
+    cfg = parse_config(values)
+    critic = critic_config(cfg)
+    assert (critic.numerics.training_precision, critic.training.learning_rate, critic.model.tie_word_embeddings) == ("bf16", 0.5, False)
+    assert critic.training.parallel == cfg.training.parallel
+    assert critic_config(parse_config({"objective": {"advantage": "gae"}})).numerics == cfg.numerics
+    assert parse_config({"rollout": {"group_size": 1}, "objective": {"advantage": "gae"}}).rollout.group_size == 1
