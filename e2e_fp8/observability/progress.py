@@ -124,17 +124,6 @@ class Progress:
 _PALETTE = tuple(
     "cyan white blue bright_blue red bright_magenta bright_cyan bright_red magenta green bright_green yellow bright_black".split()
 )
-_COLOURS[p]}]{p}[/] {s:.1f}s" for p, s in phases.items()))
-        return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
-
-
-_PALETTE = ("cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red") + (
-    "magenta",
-    "green",
-    "bright_green",
-    "yellow",
-    "bright_black",
-)
 _COLOURS = dict(zip(PHASES, _PALETTE, strict=True))
 
 

@@ -175,8 +175,11 @@ def lead(cfg: Config) -> DrivingEngine:
 
 
 def check_ranks(cfg: Config, world: int) -> None:
-    """Raises ConfigError when parallel sizes do not fit ``world`` ranks, rank 0 of several would start
-    vLLM in its own process, or several would train a critic."""
+    """Refuse what ``world`` ranks cannot run.
+
+    Raises:
+        ConfigError: parallel sizes do not fit, rank 0 of several would start vLLM in its own process, or several would train a critic.
+    """
     RankGrid.of(cfg.training.parallel, world)
     if world > 1 and cfg.rollout.placement == "in_process":
         raise ConfigError(
@@ -185,7 +188,8 @@ def check_ranks(cfg: Config, world: int) -> None:
         )
     if world > 1 and cfg.objective.advantage == "gae":
         raise ConfigError(
-            f"objective.advantage is gae, but the job has {world} ranks: the critic trains in the loop of one rank so far. Use group, or one rank."
+            f"objective.advantage is gae, but the job has {world} ranks: a critic trains in the loop of one rank only. Set advantage to "
+            "group, or start one rank."
         )
 
 
