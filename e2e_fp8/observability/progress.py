@@ -122,7 +122,7 @@ class Progress:
 
 
 _PALETTE = tuple(
-    "cyan white blue bright_blue red bright_magenta bright_cyan bright_red magenta green bright_green yellow bright_black".split()
+    ["cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red", "magenta", "green", "bright_green", "yellow", "bright_black"]
 )
 _COLOURS = dict(zip(PHASES, _PALETTE, strict=True))
 
