@@ -4,13 +4,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import torch
 
+from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
@@ -48,7 +49,11 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         # These passes quantize inside other kernels and drop the configured rounding of scales.
         "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
         "additional_config": {
-            "e2e_fp8": {"power_2_scale": cfg.numerics.scale_format == "pow2", "amax_epsilon": cfg.numerics.amax_epsilon},
+            "e2e_fp8": {
+                "power_2_scale": cfg.numerics.scale_format == "pow2",
+                "amax_epsilon": cfg.numerics.amax_epsilon,
+                ALIGNMENT_KEY: choices_of(cfg.numerics),
+            },
         },
         "disable_log_stats": True,
     }
@@ -160,25 +165,32 @@ class VllmEngine:
         ]
 
     def _generate(self, prompts: Sequence[Prompt], group_size: int, seed: int) -> list[Any]:
+        settings = {
+            "temperature": self.cfg.rollout.temperature,
+            "max_tokens": self.cfg.rollout.max_response_tokens,
+            "stop_token_ids": [self.eos_token_id],
+        }
+        requests = [
+            (prompt.token_ids, settings | {"seed": request_seed(seed, index, member)})
+            for index, prompt in enumerate(prompts)
+            for member in range(group_size)
+        ]
+        finished, cached_tokens = self._run(requests)
+        self.prefix_cache_hit_rate = cached_tokens / max(1, group_size * sum(len(p.token_ids) for p in prompts))
+        return finished
+
+    def _run(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> tuple[list[Any], int]:
+        """vLLM's finished outputs of (tokens, sampling parameters) in order, and how many prompt tokens came from the prefix cache."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         engine, order = self._llm.llm_engine, {}
-        for index, prompt in enumerate(prompts):
-            for member in range(group_size):
-                params = SamplingParams(
-                    temperature=self.cfg.rollout.temperature,
-                    max_tokens=self.cfg.rollout.max_response_tokens,
-                    stop_token_ids=[self.eos_token_id],
-                    seed=request_seed(seed, index, member),
-                    logprobs=0,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                request_id = f"e2e-{self._requests}"
-                self._requests += 1
-                order[request_id] = index * group_size + member
-                engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params)
+        for token_ids, settings in requests:
+            params = SamplingParams(**settings, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            request_id = f"e2e-{self._requests}"
+            self._requests += 1
+            order[request_id] = len(order)
+            engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(token_ids)), params)
         finished: list[Any] = [None] * len(order)
         cached_tokens = 0
         deadline, done, steps = time.monotonic() + self.cfg.rollout.timeout_s, 0, 0
@@ -192,8 +204,23 @@ class VllmEngine:
             if time.monotonic() > deadline:
                 # The caller has given up by now; do not compete with it for the processor.
                 raise EngineError("generation abandoned")
-        self.prefix_cache_hit_rate = cached_tokens / max(1, group_size * sum(len(p.token_ids) for p in prompts))
-        return finished
+        return finished, cached_tokens
+
+    def probe(
+        self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]], watch: Callable[[torch.nn.Module], AbstractContextManager[Any]]
+    ) -> tuple[list[Any], int]:
+        """Run (tokens, sampling parameters) inside ``watch(model)``; vLLM's outputs in order, and the prompt tokens taken from its
+        prefix cache. For the parity chain."""
+
+        def run() -> tuple[list[Any], int]:
+            with watch(self._llm.apply_model(lambda model: model)[0]):
+                return self._run(requests)
+
+        return self._thread.run(f"probe of {len(requests)} requests", self.cfg.rollout.timeout_s, run)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._thread.run("reset of the prefix cache", self.cfg.rollout.timeout_s, lambda: self._llm.reset_prefix_cache())
 
     def _sample(self, prompt: Prompt, group_id: int, output: Any) -> Sample:
         token_ids = tuple(output.token_ids)

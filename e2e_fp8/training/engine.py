@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError
@@ -59,6 +60,7 @@ class MegatronEngine:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.plan = QuantizationPlan.from_config(cfg)
+        self._choices = choices_of(cfg.numerics)
         check_supported(cfg)
         self.grid = RankGrid.of(cfg.training.parallel, world_size())
         self.ground = select_ground(cfg)
@@ -182,6 +184,8 @@ class MegatronEngine:
             temperature=self.cfg.rollout.temperature,
             vocab_size=self.cfg.model.vocab_size,
             group=tensor_group() if self.grid.tensor > 1 else None,
+            engine_temperature=self._choices["temperature"] != "native",
+            engine_log_softmax=self._choices["log_softmax"] != "native",
         )
 
     def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.training.ground import Ground
@@ -131,6 +132,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
     from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer
 
+    choices = choices_of(cfg.numerics)
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
@@ -148,8 +150,8 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
     ).to(ground.device)
     ground.arrange_parameters(model)
     if model.post_process:
-        Fp32OutputLayer.become(model.output_layer)
-    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
+        Fp32OutputLayer.become(model.output_layer, row_invariant=choices["head"] != "native")
+    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, applied_by_attention=choices["rotary"] != "native")  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
