@@ -15,14 +15,15 @@ on short prompts; kernels and arithmetic are the run's.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from e2e_fp8.alignment.capture import Recorder, module_order, watch_engine, watch_trainer
-from e2e_fp8.alignment.compare import Link, compare
+from e2e_fp8.alignment.compare import Link, compare, open_causes
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.orchestration.session import Session, load_task_for, write_model_dir
@@ -120,17 +121,14 @@ class Chain:
 
     def links(self) -> list[Link]:
         """All links, in order."""
-        checks = (
-            self.bytes,
-            self.trainer_batch,
-            self.decode,
-            self.engine_batch,
-            self.chunked,
-            self.prefix_cache,
-            self.modules,
-            self.log_probs,
-        )
-        return [check() for check in checks]
+        within = (self.trainer_batch, self.decode, self.engine_batch, self.chunked, self.prefix_cache)
+        found = [(check in within, check()) for check in (self.bytes, *within, self.modules, self.log_probs)]
+        return [self._with_causes(link, inside) for inside, link in found]
+
+    def _with_causes(self, link: Link, inside: bool) -> Link:
+        if link.difference is None:
+            return link
+        return replace(link, causes=open_causes(link.difference.module, choices_of(self.cfg.numerics), within_one_side=inside))
 
     # Sides -----------------------------------------------------------------------------------------------------------
 

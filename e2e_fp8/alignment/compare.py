@@ -26,11 +26,6 @@ class Difference:
     largest: float
     """Largest absolute difference in this module."""
 
-    @property
-    def causes(self) -> list[str]:
-        """Causes of the alignment table that show in this module first."""
-        return [name for name, cause in CAUSES.items() if self.module.rpartition(".")[2] in cause.links]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -43,6 +38,8 @@ class Link:
     modules: int
     elements: int
     difference: Difference | None
+    causes: tuple[str, ...] = ()
+    """Causes that the configuration leaves open and that show where the link broke."""
 
     @property
     def holds(self) -> bool:
@@ -51,10 +48,23 @@ class Link:
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
-        found = asdict(self) | {"holds": self.holds}
-        if self.difference is not None:
-            found["difference"]["causes"] = self.difference.causes
-        return found
+        return asdict(self) | {"holds": self.holds}
+
+
+def open_causes(module: str, choices: Mapping[str, str], *, within_one_side: bool) -> tuple[str, ...]:
+    """Causes that ``choices`` leaves ``native`` and that can make ``module`` differ.
+
+    Between trainer and engine those that show in this module; within one side (batch, decode, chunk) those whose operator does not keep
+    a row's bits, and for sampled tokens and log-probs, which depend on all modules, every such cause.
+    """
+    leaf = module.rpartition(".")[2]
+    found = []
+    for name, cause in CAUSES.items():
+        if choices[name] != "native" or (within_one_side and cause.choices["native"].row_invariant):
+            continue
+        if leaf in cause.links or (leaf in ("log_probs", "tokens") and within_one_side):
+            found.append(name)
+    return tuple(found)
 
 
 def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -55,20 +55,21 @@ def _check(args: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="e2e-fp8-align-") as folder:
         links = check(cfg, Path(folder), seed=args.seed)
+    return report(links, level=cfg.numerics.alignment, as_json=args.json)
+
+
+def report(links: "list[Link]", *, level: str, as_json: bool) -> int:
+    """Print the links and return the exit code."""
     broken = next((link for link in links if not link.holds), None)
-    if args.json:
-        record = {
-            "alignment": cfg.numerics.alignment,
-            "holds": broken is None,
-            "first_broken": broken and broken.name,
-            "links": [link.record() for link in links],
-        }
+    if as_json:
+        first = None if broken is None else broken.name
+        record = {"alignment": level, "holds": broken is None, "first_broken": first, "links": [link.record() for link in links]}
         json.dump(record, sys.stdout, indent=2)
         print()
     else:
         for link in links:
             print(_describe(link))
-        print(f"numerics.alignment={cfg.numerics.alignment}: " + (f"first broken link: {broken.name}" if broken else "all links hold"))
+        print(f"numerics.alignment={level}: " + (f"first broken link: {broken.name}" if broken else "all links hold"))
     return EXIT_EQUAL if broken is None else EXIT_DIFFERENT
 
 
@@ -76,9 +77,9 @@ def _describe(link: "Link") -> str:
     found = link.difference
     if found is None:
         return f"holds   {link.name}: {link.left} = {link.right} ({link.modules} modules, {link.elements:,} values)"
-    causes = ", ".join(found.causes) or "none named"
+    causes = ", ".join(link.causes) or "none, so this is a fault of the project or a cause not listed yet"
     return (
         f"BREAKS  {link.name} at {found.module}, row {found.row}, column {found.column}: {link.left} {found.left!r}, "
         f"{link.right} {found.right!r}\n        {found.unequal:,} of {found.elements:,} values of the module differ, by at most "
-        f"{found.largest:.3g}; causes that show there: {causes}"
+        f"{found.largest:.3g}; causes left open that show there: {causes}"
     )

@@ -238,6 +238,25 @@ def choices_of(numerics: "NumericsConfig") -> dict[str, str]:
     return choices_at(numerics.alignment) | dict(numerics.alignment_overrides)
 
 
+def choices_on(numerics: "NumericsConfig", device_type: str) -> dict[str, str]:
+    """:func:`choices_of` on one ground (``cpu`` or ``cuda``): on a GPU ``aligned`` leaves ``native`` what is written for the CPU alone.
+
+    Raises:
+        ConfigError: on a GPU, ``bitwise`` or an override asks for such an operator.
+    """
+    choices = choices_of(numerics)
+    if device_type == "cpu":
+        return choices
+    missing = [name for name, choice in choices.items() if not CAUSES[name].choices[choice].cuda]
+    wanted = missing if numerics.alignment == "bitwise" else [name for name in missing if name in numerics.alignment_overrides]
+    if wanted:
+        raise ConfigError(
+            f"numerics.alignment is {numerics.alignment}, but on a GPU the shared operators of {', '.join(wanted)} are not implemented: "
+            "use run.backend: cpu, or numerics.alignment: aligned without overrides."
+        )
+    return choices | dict.fromkeys(missing, "native")
+
+
 def check_overrides(overrides: Mapping[str, str]) -> None:
     """Raise ConfigError for an unknown cause or choice."""
     for name, choice in overrides.items():
@@ -275,8 +294,3 @@ def check_alignment(cfg: "Config") -> None:
             f"numerics.alignment is bitwise, but numerics.training_precision is {numerics.training_precision} and rollout_precision "
             f"{numerics.rollout_precision}: only the FP8 products have one arithmetic on both sides. Set both to fp8, or alignment to fast."
         )
-
-
-def unimplemented_on_cuda(numerics: "NumericsConfig") -> list[str]:
-    """Causes whose configured choice is written for the CPU ground only."""
-    return [name for name, choice in choices_of(numerics).items() if not CAUSES[name].choices[choice].cuda]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
+from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
@@ -52,7 +52,7 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
             "e2e_fp8": {
                 "power_2_scale": cfg.numerics.scale_format == "pow2",
                 "amax_epsilon": cfg.numerics.amax_epsilon,
-                ALIGNMENT_KEY: choices_of(cfg.numerics),
+                ALIGNMENT_KEY: choices_on(cfg.numerics, device),
             },
         },
         "disable_log_stats": True,

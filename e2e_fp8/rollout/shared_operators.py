@@ -29,14 +29,12 @@ def share_operators(model: torch.nn.Module, vllm_config: Any, device: torch.devi
     """Replace the operators of ``model`` whose cause is not ``native``. Before the first forward pass; a second call changes nothing.
 
     Raises:
-        EngineError: the engine is not on a CPU, or runs a module in a way the shared operator does not have.
+        EngineError: the engine runs a module in a way the shared operator does not have.
     """
     choices = engine_choices(vllm_config)
     shared = {name for name, choice in choices.items() if choice != "native"}
-    if not shared:
-        return
-    if device.type != "cpu":
-        # What may be shared on a GPU needs no change of vLLM: e2e_fp8.config.alignment refuses the rest before the engine starts.
+    # On a GPU the choices hold only what needs no change of vLLM (e2e_fp8.config.alignment.choices_on).
+    if not shared or device.type != "cpu":
         return
     for name, module in model.named_modules():
         _share(name, module, shared)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from e2e_fp8.config.alignment import choices_of
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.training.ground import Ground
@@ -132,7 +132,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
     from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer
 
-    choices = choices_of(cfg.numerics)
+    choices = choices_on(cfg.numerics, ground.device.type)
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
