@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from e2e_fp8.cli.align import add_align
 from e2e_fp8.cli.plan import add_plan
 from e2e_fp8.cli.receipt import add_receipt
 from e2e_fp8.errors import CheckpointError, UserError
@@ -27,10 +28,11 @@ examples:
   e2e-fp8 export runs/quickstart --out quickstart-fp8       block-FP8 Hugging Face checkpoint
   e2e-fp8 receipt verify runs/quickstart 130                do the checkpoint and the engine of that step hold the same bytes?
   e2e-fp8 report runs/quickstart                            self-contained report.html
+  e2e-fp8 align check configs/quickstart.yaml --set numerics.alignment=bitwise    do trainer and engine agree bit for bit?
   e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
 
-Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor) or tensors
-differ (receipt), 2 a mistake in what was asked (one sentence says which), 130 interrupted.
+Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor), tensors
+differ (receipt) or trainer and engine do (align), 2 a mistake in what was asked (one sentence says which), 130 interrupted.
 """
 
 
@@ -68,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,receipt,report,doctor,config,plan}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,receipt,report,doctor,config,plan,align}")
     _add_train(commands)
     _add_eval(commands)
     _add_export(commands)
@@ -77,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_config(commands)
     add_plan(commands)
+    add_align(commands)
     return parser
 
 

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from e2e_fp8.config.alignment import Level
 from e2e_fp8.config.base import Section
 
 
@@ -25,3 +26,11 @@ class NumericsConfig(Section):
         description="HF module names (anchored globs: the whole name must match) kept in BF16 on both sides.",
     )
     head_dtype: Literal["float32"] = Field(default="float32", description="Precision of the logits on both sides.")
+    alignment: Level = Field(
+        default="fast",
+        description="How far trainer and engine agree: fast, own operators; aligned, shared ones where they cost little; bitwise, "
+        "equal log-probs for every sampled token in any batch (docs/alignment.md).",
+    )
+    alignment_overrides: dict[str, str] = Field(
+        default={}, description="Single causes set apart from the level, as cause: choice; for studies. docs/alignment.md lists both."
+    )

@@ -121,8 +121,9 @@ class Progress:
         return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
 
 
-_PALETTE = tuple(
-    ["cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red", "magenta", "green", "bright_green", "yellow", "bright_black"]
+_PALETTE = (
+    *("cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red"),
+    *("magenta", "green", "bright_green", "yellow", "bright_black"),
 )
 _COLOURS = dict(zip(PHASES, _PALETTE, strict=True))
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
@@ -31,7 +32,28 @@ def resolve_backend(cfg: Config) -> Config:
             f"FP8 with FP32 block scales needs compute capability 9.0 (Hopper); this GPU has {torch.cuda.get_device_capability()}. "
             "Use run.backend: cpu or numerics.training_precision: bf16."
         )
+    if chosen == "cuda":
+        check_alignment_on_cuda(cfg)
     return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": chosen})})
+
+
+def check_alignment_on_cuda(cfg: Config) -> None:
+    """Refuse what ``numerics.alignment`` cannot keep on a GPU.
+
+    Raises:
+        ConfigError: a shared operator is written for the CPU ground only, or vLLM's kernels would not be the trainer's.
+    """
+    choices_on(cfg.numerics, "cuda")
+    level = cfg.numerics.alignment
+    if level != "fast" and cfg.model.is_moe and cfg.rollout.moe_backend != "deep_gemm":
+        raise ConfigError(
+            f"numerics.alignment is {level}, but rollout.moe_backend is {cfg.rollout.moe_backend}, whose sums differ from the "
+            "trainer's grouped products: set it to deep_gemm."
+        )
+    if level != "fast" and not cfg.rollout.enforce_eager:
+        raise ConfigError(
+            f"numerics.alignment is {level}, but rollout.enforce_eager is false and compiled fusions round differently: set it."
+        )
 
 
 def on_any_ground(cfg: Config) -> Config:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
+from e2e_fp8.rollout.shared_operators import engine_choices
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERTS = ".mlp.experts"
@@ -48,7 +50,8 @@ def plan_digest(facts: Mapping[str, Any]) -> str:
 def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, Any]:
     """What a worker computes with, as JSON values: ``plan`` (live facts, as :func:`planned_facts`) and ``plan_digest``,
     ``kernels`` (quantization method and kernel -> number of layers), ``device``, ``device_uuid``, ``capability``,
-    ``environment`` (the switches that change numerics), ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
+    ``environment`` (the switches that change numerics), ``alignment`` (cause -> choice),
+    ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
     plan = _live_plan(model, vllm_config, device)
     cuda = device.type == "cuda"
     index = torch.cuda.current_device() if cuda else 0
@@ -61,6 +64,7 @@ def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device)
         "device_uuid": str(torch.cuda.get_device_properties(index).uuid) if cuda else "",
         "capability": list(torch.cuda.get_device_capability(index)) if cuda else [],
         "environment": {name: os.environ[name] for name in NUMERIC_SWITCHES if name in os.environ},
+        "alignment": engine_choices(vllm_config),
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "pid": os.getpid(),
@@ -152,8 +156,19 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
         for name in _FORBIDDEN_SWITCHES:
             if worker["environment"].get(name, "") not in ("", "0"):
                 raise EngineError(f"{name} is {worker['environment'][name]!r} at {where}, which changes products or kernels: unset it.")
+        _check_alignment(cfg, worker, where)
         check_environment(cfg, worker["environment"], device=worker["device"])
         _check_plan(planned, worker["plan"], where)
+
+
+def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None:
+    planned = choices_on(cfg.numerics, worker["device"])
+    for name, choice in planned.items():
+        if worker["alignment"][name] != choice:
+            raise EngineError(
+                f"numerics.alignment={cfg.numerics.alignment} asks for {name}={choice}, but {where} was started with "
+                f"{worker['alignment'][name]}: pass the run's additional_config to vLLM."
+            )
 
 
 def _check_plan(planned: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:

@@ -8,6 +8,8 @@ Shape legend: ``M`` tokens, ``K`` input and ``N`` output features, ``E`` experts
 an expert, ``H`` hidden size, ``A = M * k`` token-expert assignments.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +18,17 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.platforms import PlatformEnum
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.numerics import row_invariant
 from e2e_fp8.numerics.blockwise import BlockScaled, quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3
 from e2e_fp8.numerics.linear import block_scaled_matmul
-
-ADDITIONAL_CONFIG_KEY = "e2e_fp8"
-"""Key of vLLM's ``additional_config`` with ``power_2_scale`` and ``amax_epsilon`` of the activation quantizer."""
+from e2e_fp8.rollout.shared_operators import ADDITIONAL_CONFIG_KEY, engine_choices
 
 _TOPK_SCHEMA = (
     "topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, "
@@ -78,6 +80,21 @@ class CpuFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         return block_scaled_matmul(BlockScaled(A, As, "1x128"), BlockScaled(B, Bs, "128x128"), self.config.out_dtype)
 
 
+@dataclass(kw_only=True)
+class ExpertOperators:
+    """What a layer of experts shares with the trainer, and who watches it."""
+
+    shared_swiglu: bool = False
+    shared_combine: bool = False
+    observe: Callable[[dict[str, torch.Tensor]], None] | None = None
+    """Called with the intermediate values of each call (rows sorted by expert), for the parity chain."""
+
+
+def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def grouped_experts(
     x_MH: torch.Tensor,
     topk_weights_Mk: torch.Tensor,
@@ -85,12 +102,14 @@ def grouped_experts(
     w13: BlockScaled,
     w2: BlockScaled,
     quantize: ActivationQuantizer,
+    operators: ExpertOperators | None = None,
 ) -> torch.Tensor:
     """Output of the chosen experts, weighted and summed: ``[M, H]`` in the dtype of ``x_MH``.
 
     ``w13`` has codes ``[E, 2I, H]`` (gate rows first), ``w2`` ``[E, H, I]``. Each expert sees its tokens in batch order;
     the activation is ``silu(gate) * up`` with both steps rounded to the dtype of ``x_MH``; the sum runs in FP32.
     """
+    operators = operators or ExpertOperators()
     M, top_k = topk_ids_Mk.shape
     order_A = topk_ids_Mk.reshape(-1).argsort(stable=True)
     counts = torch.bincount(topk_ids_Mk.reshape(-1), minlength=w13.codes.shape[0]).tolist()
@@ -99,10 +118,16 @@ def grouped_experts(
     # Indexing float8 tensors is not implemented everywhere; bytes are.
     codes_AH = x.codes.view(torch.uint8)[token_A].view(x.codes.dtype)
     gate_up_A2I = _per_expert(BlockScaled(codes_AH, x.scale_inv[token_A], "1x128"), w13, counts, x_MH.dtype)
-    gate_AI, up_AI = gate_up_A2I.chunk(2, dim=-1)
-    y_AH = _per_expert(quantize(F.silu(gate_AI) * up_AI), w2, counts, x_MH.dtype)
+    activation_AI = row_invariant.silu_and_mul(gate_up_A2I) if operators.shared_swiglu else _silu_and_mul(gate_up_A2I)
+    y_AH = _per_expert(quantize(activation_AI), w2, counts, x_MH.dtype)
+    if operators.observe is not None:
+        operators.observe(
+            {"gate_up": gate_up_A2I, "activation": activation_AI, "down": y_AH, "weights": topk_weights_Mk, "ids": topk_ids_Mk}
+        )
     back_AH = torch.empty_like(y_AH)
     back_AH[order_A] = y_AH
+    if operators.shared_combine:
+        return row_invariant.combine(back_AH.view(M, top_k, -1), topk_weights_Mk)
     weighted = back_AH.view(M, top_k, -1).float() * topk_weights_Mk.unsqueeze(-1)
     return weighted.sum(dim=1).to(x_MH.dtype)
 
@@ -125,6 +150,8 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
         super().__init__(quant_config, layer)
         self.quantize = ActivationQuantizer()
+        choices = engine_choices(get_current_vllm_config())
+        self.operators = ExpertOperators(shared_swiglu=choices["swiglu"] != "native", shared_combine=choices["combine"] != "native")
 
     @property
     def is_monolithic(self) -> bool:
@@ -145,14 +172,28 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
             raise EngineError("Block FP8 experts on the CPU support neither expert parallelism nor router weights on the input.")
         w13 = BlockScaled(layer.w13_weight, layer.w13_weight_scale_inv, "128x128")
         w2 = BlockScaled(layer.w2_weight, layer.w2_weight_scale_inv, "128x128")
-        return grouped_experts(x, topk_weights, topk_ids, w13, w2, self.quantize)
+        return grouped_experts(x, topk_weights, topk_ids, w13, w2, self.quantize, self.operators)
+
+
+class SharedRouterMethod(UnquantizedLinearMethod):
+    """The router's product in the operator shared with the trainer: FP32 logits."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: the weight keeps the checkpoint's layout."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is not None:
+            raise EngineError("The shared router has no bias.")
+        return row_invariant.matmul_fp32(x, layer.weight)  # pyright: ignore[reportArgumentType]
 
 
 class CpuFp8Config(Fp8Config):
-    """vLLM's FP8 config with experts served by :class:`CpuFp8MoEMethod`."""
+    """vLLM's FP8 config with experts served by :class:`CpuFp8MoEMethod`, and a shared router where the configuration wants one."""
 
     def get_quant_method(self, layer: Any, prefix: str):
         method = super().get_quant_method(layer, prefix)
+        if prefix.endswith(".mlp.gate") and engine_choices(get_current_vllm_config())["router_gemm"] != "native":
+            return SharedRouterMethod()
         return CpuFp8MoEMethod(self, layer) if isinstance(method, Fp8MoEMethod) else method
 
 

@@ -4,13 +4,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import torch
 
+from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.delivery import Deliveries, Delivery
@@ -48,7 +49,11 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         # These passes quantize inside other kernels and drop the configured rounding of scales.
         "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
         "additional_config": {
-            "e2e_fp8": {"power_2_scale": cfg.numerics.scale_format == "pow2", "amax_epsilon": cfg.numerics.amax_epsilon},
+            "e2e_fp8": {
+                "power_2_scale": cfg.numerics.scale_format == "pow2",
+                "amax_epsilon": cfg.numerics.amax_epsilon,
+                ALIGNMENT_KEY: choices_on(cfg.numerics, device),
+            },
         },
         "disable_log_stats": True,
     }
@@ -168,34 +173,39 @@ class VllmEngine:
         ]
 
     def _generate(self, prompts: Sequence[Prompt], group_size: int, seed: int) -> list[Any]:
+        settings = {
+            "temperature": self.cfg.rollout.temperature,
+            "max_tokens": self.cfg.rollout.max_response_tokens,
+            "stop_token_ids": [self.eos_token_id],
+        }
+        requests = [
+            (prompt.token_ids, settings | {"seed": request_seed(seed, index, member)})
+            for index, prompt in enumerate(prompts)
+            for member in range(group_size)
+        ]
+        finished = self._run(requests)
+        self.prefix_cache_hit_rate = _cached_tokens(finished) / max(1, group_size * sum(len(p.token_ids) for p in prompts))
+        return finished
+
+    def _run(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[tuple[Any, int]]:
+        """vLLM's finished requests of (tokens, sampling parameters) in order, each with the times that it was preempted."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         engine, order = self._llm.llm_engine, {}
         preemptions: dict[str, int] = {}
         internal: list[str] = []
-        for index, prompt in enumerate(prompts):
-            for member in range(group_size):
-                params = SamplingParams(
-                    temperature=self.cfg.rollout.temperature,
-                    max_tokens=self.cfg.rollout.max_response_tokens,
-                    stop_token_ids=[self.eos_token_id],
-                    seed=request_seed(seed, index, member),
-                    logprobs=0,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                request_id = f"e2e-{self._requests}"
-                self._requests += 1
-                order[request_id] = index * group_size + member
-                internal.append(engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt.token_ids)), params))
+        for token_ids, settings in requests:
+            params = SamplingParams(**settings, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            request_id = f"e2e-{self._requests}"
+            self._requests += 1
+            order[request_id] = len(order)
+            internal.append(engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(token_ids)), params))
         finished: list[Any] = [None] * len(order)
-        cached_tokens = 0
         deadline, done, steps = time.monotonic() + self.cfg.rollout.timeout_s, 0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 finished[order[output.request_id]] = output
-                cached_tokens += output.num_cached_tokens or 0
                 done += 1
             # the scheduler forgets a request when it ends, and does not preempt it in that step
             waiting = engine.engine_core.engine_core.scheduler.requests.values()
@@ -205,8 +215,24 @@ class VllmEngine:
             if time.monotonic() > deadline:
                 # The caller has given up by now; do not compete with it for the processor.
                 raise EngineError("generation abandoned")
-        self.prefix_cache_hit_rate = cached_tokens / max(1, group_size * sum(len(p.token_ids) for p in prompts))
         return [(output, preemptions.get(name, 0)) for output, name in zip(finished, internal, strict=True)]
+
+    def probe(
+        self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]], watch: Callable[[torch.nn.Module], AbstractContextManager[Any]]
+    ) -> tuple[list[Any], int]:
+        """Run (tokens, sampling parameters) inside ``watch(model)``; vLLM's outputs in order, and the prompt tokens taken from its
+        prefix cache. For the parity chain."""
+
+        def run() -> list[tuple[Any, int]]:
+            with watch(self._llm.apply_model(lambda model: model)[0]):
+                return self._run(requests)
+
+        finished = self._thread.run(f"probe of {len(requests)} requests", self.cfg.rollout.timeout_s, run)
+        return [request.outputs[0] for request, _ in finished], _cached_tokens(finished)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._thread.run("reset of the prefix cache", self.cfg.rollout.timeout_s, lambda: self._llm.reset_prefix_cache())
 
     def _sample(self, prompt: Prompt, group_id: int, finished: tuple[Any, int]) -> Sample:
         request, preemptions = finished
@@ -353,3 +379,8 @@ class VllmEngine:
         self._thread.stop()
         if self.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _cached_tokens(finished: Sequence[tuple[Any, int]]) -> int:
+    """Prompt tokens of ``VllmEngine._run``'s requests that came from the prefix cache."""
+    return sum(request.num_cached_tokens or 0 for request, _ in finished)

@@ -5,7 +5,8 @@ length, ``Q`` that length.
 """
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.typed_torch import apply_module
 
+from e2e_fp8.config.alignment import choices_of
+from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.row_invariant import rotary_table
+from e2e_fp8.training.shared_functions import SharedAttention, SharedRotary
 
 
 def sdpa_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, lengths: tuple[int, ...], softmax_factor: float):
@@ -68,9 +73,11 @@ class PackedRotary(torch.nn.Module):
     Megatron's ``thd`` path takes angles either per position of the longest sequence, looping over sequences, or per packed token.
     """
 
-    def __init__(self, rotary: torch.nn.Module) -> None:
+    def __init__(self, rotary: torch.nn.Module, *, applied_by_attention: bool = False) -> None:
         super().__init__()
         self.rotary = rotary
+        self.applied_by_attention = applied_by_attention
+        """Whether PackedAttention rotates queries and keys itself: Megatron is then given no angles."""
         self.positions_T: torch.Tensor | None = None
         """int64 ``[T]`` positions of the batch about to run, set by the engine."""
 
@@ -78,8 +85,10 @@ class PackedRotary(torch.nn.Module):
         """Megatron's answer: the longest packed sequence."""
         return self.rotary.get_rotary_seq_len(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-    def forward(self, max_seq_len: int, **kwargs: Any) -> torch.Tensor:
-        """Angles ``[T, 1, 1, D]`` in float32."""
+    def forward(self, max_seq_len: int, **kwargs: Any) -> torch.Tensor | None:
+        """Angles ``[T, 1, 1, D]`` in float32, or None."""
+        if self.applied_by_attention:
+            return None
         assert self.positions_T is not None
         return self.rotary(max_seq_len, **kwargs)[self.positions_T]
 
@@ -117,6 +126,32 @@ class EngineOrderSelfAttention(SelfAttention):
         return query, key, value
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionOperators:
+    """Which operators PackedAttention shares with the engine."""
+
+    shared_attention: bool = False
+    shared_rotary: bool = False
+    rotary_base: float = 0.0
+    max_positions: int = 0
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        """The choices of a configuration."""
+        choices = choices_of(cfg.numerics)
+        return cls(
+            shared_attention=choices["attention"] != "native",
+            shared_rotary=choices["rotary"] != "native",
+            rotary_base=cfg.model.rope_theta,
+            max_positions=cfg.model.max_position_embeddings,
+        )
+
+    def rotate(self, x_TND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """``x`` turned by the angles of each token's position."""
+        cos, sin = rotary_table(self.rotary_base, x_TND.size(-1), self.max_positions)
+        return SharedRotary.apply(x_TND, cos[positions_T], sin[positions_T])
+
+
 class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer; takes packed (``thd``) sequences only.
 
@@ -125,13 +160,23 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        operators: AttentionOperators | None = None,
+        **unused: Any,
     ):
         super().__init__(config=config)
         if config.attention_dropout or config.window_size is not None or config.context_parallel_size != 1:
             raise ConfigError(
                 "PackedAttention supports neither attention dropout nor a sliding window nor context parallelism: set all off."
             )
+        self.operators = operators or AttentionOperators()
+        # Where the parity chain reads what attention sees.
+        self.query_rotary, self.key_rotary = torch.nn.Identity(), torch.nn.Identity()
         self.softmax_factor = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -152,5 +197,12 @@ class PackedAttention(MegatronModule):
             out = varlen_packed(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q), self.softmax_factor)
         else:
             lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
-            out = sdpa_packed(query, key, value, lengths, self.softmax_factor)
+            if self.operators.shared_rotary:
+                positions_T = torch.cat([torch.arange(length) for length in lengths])
+                query, key = self.operators.rotate(query, positions_T), self.operators.rotate(key, positions_T)
+            query, key = self.query_rotary(query), self.key_rotary(key)
+            if self.operators.shared_attention:
+                out = SharedAttention.apply(query, key, value, lengths, self.softmax_factor, sdpa_packed)
+            else:
+                out = sdpa_packed(query, key, value, lengths, self.softmax_factor)
         return out.reshape(out.size(0), -1)  # pyright: ignore[reportAttributeAccessIssue]

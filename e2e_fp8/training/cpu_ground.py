@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.formats import TILE
@@ -57,14 +58,17 @@ class CpuGround:
     def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
         """Megatron's local spec with this package's linears, also inside experts, norms and PackedAttention."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+        from megatron.core.transformer.mlp import MLPSubmodules
         from megatron.core.transformer.moe.experts import SequentialMLP
-        from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+        from megatron.core.transformer.moe.moe_layer import MoESubmodules
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-        from e2e_fp8.training.attention import EngineOrderSelfAttention, PackedAttention
+        from e2e_fp8.training.attention import AttentionOperators, EngineOrderSelfAttention, PackedAttention
         from e2e_fp8.training.fp8_linear import BlockFp8ColumnParallelLinear, BlockFp8RowParallelLinear
-        from e2e_fp8.training.norm import rms_norm
+        from e2e_fp8.training.shared_modules import mlp_builder, moe_builder, norm_builder
+
+        choices = choices_of(cfg.numerics)
+        norm, qk_norm, final_norm = (norm_builder(choices[cause]) for cause in ("rms_norm", "qk_norm", "final_norm"))
 
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
@@ -72,15 +76,17 @@ class CpuGround:
         spec.submodules.self_attention.module = EngineOrderSelfAttention  # pyright: ignore[reportAttributeAccessIssue]
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
-        attention.core_attention = PackedAttention
-        attention.q_layernorm = attention.k_layernorm = rms_norm
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = rms_norm  # pyright: ignore[reportAttributeAccessIssue]
+        attention.core_attention = partial(PackedAttention, operators=AttentionOperators.of(cfg))
+        attention.q_layernorm = attention.k_layernorm = qk_norm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm  # pyright: ignore[reportAttributeAccessIssue]
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
         if cfg.model.is_moe:
-            spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))  # pyright: ignore[reportAttributeAccessIssue]
+            spec.submodules.mlp = partial(
+                moe_builder(choices), submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears))
+            )  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            spec.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
-        return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=rms_norm)  # pyright: ignore[reportArgumentType]
+            spec.submodules.mlp = partial(mlp_builder(choices).as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
+        return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=final_norm)  # pyright: ignore[reportArgumentType]
 
     def arrange_parameters(self, model: torch.nn.Module) -> None:
         """Nothing: the codes, not the parameters, are what the engine may share."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError
@@ -63,6 +64,7 @@ class MegatronModel[Readout](ABC):
         check_supported(cfg)
         self.grid = RankGrid.of(cfg.training.parallel, world_size())
         self.ground = select_ground(cfg)
+        self._choices = choices_on(cfg.numerics, self.ground.device.type)
         self.policy_version = 0
         with self.ground.scope():
             initialize_parallel_state(self.grid, self.ground)
@@ -359,6 +361,8 @@ class MegatronEngine(MegatronModel[TokenStats]):
             temperature=self.cfg.rollout.temperature,
             vocab_size=self.cfg.model.vocab_size,
             group=tensor_group() if self.grid.tensor > 1 else None,
+            engine_temperature=self._choices["temperature"] != "native",
+            engine_log_softmax=self._choices["log_softmax"] != "native",
         )
 
     def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.row_invariant import matmul_fp32
 from e2e_fp8.training.column_input import column_input
 
 
@@ -21,27 +22,32 @@ def matmul_fp32_out(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Fp32LogitsFunction(torch.autograd.Function):
-    """``x_TH @ w_VH.T`` in FP32; the backward products take the logit gradient rounded to the operands' dtype."""
+    """``x_TH @ w_VH.T`` in FP32, with ``row_invariant`` in the operator shared with the engine.
+
+    The backward products take the logit gradient rounded to the operands' dtype.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: torch.Tensor, w_VH: torch.Tensor, row_invariant: bool) -> torch.Tensor:
         ctx.save_for_backward(x_TH, w_VH)
-        return matmul_fp32_out(x_TH, w_VH.t())
+        return matmul_fp32(x_TH, w_VH) if row_invariant else matmul_fp32_out(x_TH, w_VH.t())
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_TH, w_VH = ctx.saved_tensors
         grad_TV = grads[0].to(x_TH.dtype)
         grad_x = matmul_fp32_out(grad_TV, w_VH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
         grad_w = matmul_fp32_out(grad_TV.t(), x_TH).to(w_VH.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w
+        return grad_x, grad_w, None
 
 
 class Fp32OutputLayer(ColumnParallelLinear):
     """Megatron's output layer with FP32 logits; ``become`` turns a built one into this class, keeping its parameters."""
 
+    row_invariant: bool = False
+
     @classmethod
-    def become(cls, layer: ColumnParallelLinear) -> None:
+    def become(cls, layer: ColumnParallelLinear, *, row_invariant: bool = False) -> None:
         """Change the class of ``layer`` in place.
 
         Raises:
@@ -54,12 +60,13 @@ class Fp32OutputLayer(ColumnParallelLinear):
         if layer.bias is not None or layer.gradient_accumulation_fusion:
             raise ConfigError("FP32 logits support no bias or fused gradient accumulation.")
         layer.__class__ = cls
+        layer.row_invariant = row_invariant  # pyright: ignore[reportAttributeAccessIssue]
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **kwargs: Any
     ) -> torch.Tensor:
         x = column_input(input, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, tp_group=tp_group)
-        return Fp32LogitsFunction.apply(x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.size(0))
+        return Fp32LogitsFunction.apply(x.reshape(-1, x.size(-1)), weight, self.row_invariant).view(*x.shape[:-1], weight.size(0))
 
 
 class ValueHead(torch.nn.Module):

@@ -29,7 +29,14 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def token_stats_from_logits(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, temperature: float, vocab_size: int, group: Any = None
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: Any = None,
+    engine_temperature: bool = False,
+    engine_log_softmax: bool = False,
 ) -> TokenStats:
     """Log-probability of each target and entropy of each distribution, in nats, FP32 ``[T]``.
 
@@ -39,6 +46,8 @@ def token_stats_from_logits(
         temperature: divides the logits first.
         vocab_size: true vocabulary size; columns at or above it are padding and get probability 0.
         group: tensor-parallel process group, or None for a single rank.
+        engine_temperature: divide by an FP32 tensor, as vLLM's sampler does; CUDA multiplies by the inverse of a number instead.
+        engine_log_softmax: take the log-probability from ``torch.log_softmax``, as vLLM's sampler does; single rank only.
 
     Raises:
         ValueError: the logits are not FP32.
@@ -49,7 +58,9 @@ def token_stats_from_logits(
         raise ValueError(f"Log-probabilities are computed from FP32 logits, not {logits_TV.dtype}.")
     ranks = 1 if group is None else dist.get_world_size(group)
     first = 0 if group is None else dist.get_rank(group) * logits_TV.size(1)
-    z_TV = logits_TV / temperature if temperature != 1.0 else logits_TV
+    z_TV = logits_TV
+    if temperature != 1.0:
+        z_TV = logits_TV / (logits_TV.new_tensor([temperature]) if engine_temperature else temperature)
     padding = max(0, min(logits_TV.size(1), first + logits_TV.size(1) - vocab_size))
     if padding:
         z_TV = torch.cat([z_TV[:, : z_TV.size(1) - padding], z_TV.new_full((z_TV.size(0), padding), -torch.inf)], dim=1)
@@ -68,4 +79,7 @@ def token_stats_from_logits(
         sums_3T = SumOverRanks.apply(sums_3T, group)
     sum_exp_T, sum_weighted_T, target_T = sums_3T.unbind(0)
     log_sum_T = sum_exp_T.log()
-    return TokenStats(log_probs=target_T - log_sum_T, entropy=log_sum_T - sum_weighted_T / sum_exp_T)
+    log_probs_T = target_T - log_sum_T
+    if engine_log_softmax and ranks == 1:
+        log_probs_T = z_TV[:, :vocab_size].log_softmax(dim=-1).gather(1, targets_T[:, None])[:, 0]
+    return TokenStats(log_probs=log_probs_T, entropy=log_sum_T - sum_weighted_T / sum_exp_T)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.training.ground import Ground
@@ -132,6 +133,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_hea
     from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer, ValueHead
 
+    choices = choices_on(cfg.numerics, ground.device.type)
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
@@ -151,8 +153,8 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_hea
     if model.post_process and value_head:
         model.output_layer = ValueHead(config, ground.device)  # pyright: ignore[reportAttributeAccessIssue]
     elif model.post_process:
-        Fp32OutputLayer.become(model.output_layer)
-    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
+        Fp32OutputLayer.become(model.output_layer, row_invariant=choices["head"] != "native")
+    model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, applied_by_attention=choices["rotary"] != "native")  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 

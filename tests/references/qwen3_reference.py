@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 
+PRECISION = torch.float32
+"""Of everything that is not quantized; tests of gradients set float64."""
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return x.to(PRECISION)
+
 
 def through_e4m3(x: torch.Tensor, power_2_scale: bool = False) -> torch.Tensor:
     """``x`` ``[..., K]`` quantized to E4M3 with one scale for 128 neighbours (rounded up to a power of two or not), and dequantized."""
@@ -20,7 +27,7 @@ def through_e4m3(x: torch.Tensor, power_2_scale: bool = False) -> torch.Tensor:
 
 
 def _linear(weights: Mapping[str, torch.Tensor], module: str, x: torch.Tensor) -> torch.Tensor:
-    weight = weights[f"{module}.weight"].float()
+    weight = _real(weights[f"{module}.weight"])
     scale_inv = weights.get(f"{module}.weight_scale_inv")
     if scale_inv is None:
         return x @ weight.T
@@ -29,13 +36,13 @@ def _linear(weights: Mapping[str, torch.Tensor], module: str, x: torch.Tensor) -
 
 
 def _norm(weight: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight.float() * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return _real(weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def _rotate(x_TnD: torch.Tensor, theta: float) -> torch.Tensor:
     width = x_TnD.shape[-1]
-    angle = torch.arange(x_TnD.shape[0])[:, None] / theta ** (torch.arange(0, width, 2) / width)
-    cos, sin = angle.cos()[:, None].float(), angle.sin()[:, None].float()
+    angle = torch.arange(x_TnD.shape[0])[:, None] / theta ** (_real(torch.arange(0, width, 2)) / width)
+    cos, sin = _real(angle.cos())[:, None], _real(angle.sin())[:, None]
     first, second = x_TnD.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -79,7 +86,7 @@ def forward(
 
     A non-zero entry ``power_2_scale`` of ``weights`` rounds activation scales up to powers of two.
     """
-    x, routed = weights["model.embed_tokens.weight"].float()[torch.tensor(token_ids)], []
+    x, routed = _real(weights["model.embed_tokens.weight"])[torch.tensor(token_ids)], []
     for index in range(config["num_hidden_layers"]):
         layer, eps = f"model.layers.{index}", config["rms_norm_eps"]
         x = x + _attention(config, weights, layer, _norm(weights[f"{layer}.input_layernorm.weight"], x, eps))
@@ -90,5 +97,5 @@ def forward(
         else:
             update = _swiglu(weights, f"{layer}.mlp", normed)
         x = x + update
-    logits = _norm(weights["model.norm.weight"], x, config["rms_norm_eps"]) @ weights["lm_head.weight"].float().T
+    logits = _norm(weights["model.norm.weight"], x, config["rms_norm_eps"]) @ _real(weights["lm_head.weight"]).T
     return logits, torch.stack(routed, 1) if routed else None

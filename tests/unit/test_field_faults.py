@@ -37,6 +37,7 @@ import pytest
 import torch
 from layout_models import tiny_configs
 
+from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError, LayoutError
@@ -82,7 +83,7 @@ def quantized(rows: int, columns: int, seed: int = 1) -> BlockScaled:
 def worker(cfg: Config, **changes) -> dict:
     """What a healthy engine rank reports, with ``changes``."""
     facts = {"device": "cuda", "capability": [9, 0], "tensor_parallel": 1, "kv_cache_dtype": "auto", "pid": 1}
-    return facts | {"environment": {}, "plan": planned_facts(cfg)} | changes
+    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices_on(cfg.numerics, "cuda")} | changes
 
 
 def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_when_on():
@@ -97,6 +98,13 @@ def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_whe
     rounding = planned_facts(cfg) | {"power_2_scale": True}
     with pytest.raises(EngineError, match="power_2_scale is False in the trainer's plan and True at rollout rank 0"):
         check_agreement(cfg, [worker(cfg, plan=rounding)])
+
+
+def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
+    cfg = parse_config({"numerics": {"alignment": "aligned"}})
+    check_agreement(cfg, [worker(cfg)])
+    with pytest.raises(EngineError, match="residual_add=shared, but rollout rank 0 .* was started with native"):
+        check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
 
 
 def test_vllm_58157_37806_prime_rl_3112_scales_rounded_to_powers_of_two_fail_the_receipt_by_name():

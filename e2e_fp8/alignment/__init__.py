@@ -1,0 +1,1 @@
+"""Parity chain: small equalities between trainer and engine, and what breaks first."""

@@ -1,0 +1,120 @@
+"""Megatron modules of the CPU ground whose operators the engine shares, chosen cause by cause (e2e_fp8.config.alignment).
+
+A module follows the choices it is built with; with ``native`` for all of a module's causes the ground builds Megatron's own instead.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics import row_invariant
+from e2e_fp8.training.norm import rms_norm
+from e2e_fp8.training.shared_functions import SharedMatmul, SharedRmsNorm, SharedRouterWeights, SharedSwiglu
+
+MOE_CAUSES = ("swiglu", "router_gemm", "top_k", "gate_normalization", "router_probabilities", "combine")
+"""Causes that live inside a mixture-of-experts layer."""
+
+
+class SharedNorm(torch.nn.RMSNorm):
+    """RMSNorm in the shared operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., K]`` in the dtype of ``x``."""
+        assert self.eps is not None
+        return SharedRmsNorm.apply(x, self.weight, self.eps)
+
+
+def norm_builder(choice: str) -> Any:
+    """What Megatron's spec calls to build a norm of the given choice."""
+    return rms_norm if choice == "native" else partial(rms_norm, norm_class=SharedNorm)
+
+
+class SharedMlp(MLP):
+    """Megatron's MLP with the shared SwiGLU."""
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any):
+        """``[T, 1, H]`` -> ``([T, 1, H], None)``."""
+        if per_token_scale is not None:
+            raise ConfigError("SharedMlp is a dense MLP: probabilities of experts are applied by SharedMoELayer.")
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(SharedSwiglu.apply(gate_up))
+
+
+class SharedMoELayer(MoELayer):
+    """Mixture of experts in the engine's order: route, each expert over its tokens in token order, weighted sum over the k choices.
+
+    Needs all experts on this rank; Megatron's dispatcher is not used. Each cause that is ``native`` computes as Megatron's layer does.
+    """
+
+    def __init__(self, *args: Any, choices: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared = {name for name in MOE_CAUSES if choices[name] != "native"}
+
+    def forward(self, hidden_states: torch.Tensor, intermediate_tensors: Any = None, padding_mask: Any = None):
+        """``[T, 1, H]`` -> ``([T, 1, H], None)``."""
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights_Tk, ids_Tk = self.choose(self.router_logits(x_TH))
+        out_TH = self._experts(x_TH, weights_Tk, ids_Tk)
+        return out_TH.view(hidden_states.shape), None
+
+    def router_logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """float32 ``[T, E]``."""
+        if "router_gemm" in self.shared:
+            return SharedMatmul.apply(x_TH, self.router.weight)
+        return self.router.gating(x_TH)
+
+    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(weights float32 [T, k], ids int64 [T, k])``, in the order in which the outputs are summed."""
+        top_k, renormalize = self.config.moe_router_topk, not self.config.moe_router_pre_softmax
+        ids_Tk = row_invariant.top_k(logits_TE, top_k) if "top_k" in self.shared else torch.topk(logits_TE, top_k, dim=1).indices
+        if "gate_normalization" in self.shared:
+            return SharedRouterWeights.apply(logits_TE, ids_Tk, renormalize), ids_Tk
+        if renormalize:
+            return logits_TE.gather(1, ids_Tk).softmax(-1, dtype=torch.float32), ids_Tk
+        return logits_TE.softmax(-1, dtype=torch.float32).gather(1, ids_Tk), ids_Tk
+
+    def _experts(self, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
+        tokens, top_k = ids_Tk.shape
+        order_A = ids_Tk.reshape(-1).argsort(stable=True)
+        counts = torch.bincount(ids_Tk.reshape(-1), minlength=len(self.experts.local_experts)).tolist()
+        inputs = x_TH[order_A // top_k].split(counts)
+        weights = weights_Tk.reshape(-1)[order_A].split(counts)
+        experts = self.experts.local_experts
+        outputs_AH = torch.cat([self._expert(*entry) for entry in zip(experts, inputs, weights, strict=True)])
+        if "router_probabilities" not in self.shared:
+            weights_Tk = torch.ones_like(weights_Tk)
+        if "combine" in self.shared:
+            back_AH = torch.empty_like(outputs_AH).index_copy(0, order_A, outputs_AH)
+            return row_invariant.combine(back_AH.view(tokens, top_k, -1), weights_Tk)
+        weighted_AH = (outputs_AH.float() * weights_Tk.reshape(-1)[order_A, None]).to(x_TH.dtype)
+        rows = (order_A // top_k)[:, None].expand_as(weighted_AH)
+        return torch.zeros_like(x_TH).scatter_add(0, rows, weighted_AH)
+
+    def _expert(self, expert: Any, x_AH: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = expert.linear_fc1(x_AH)
+        if "swiglu" in self.shared:
+            activation = SharedSwiglu.apply(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            activation = F.silu(gate) * up
+        if "router_probabilities" not in self.shared:
+            activation = (activation * weights_A[:, None]).to(activation.dtype)
+        return expert.linear_fc2(activation)[0]
+
+
+def mlp_builder(choices: Mapping[str, str]) -> Any:
+    """Megatron's MLP class, or the shared one."""
+    return MLP if choices["swiglu"] == "native" else SharedMlp
+
+
+def moe_builder(choices: Mapping[str, str]) -> Any:
+    """What the spec calls to build a mixture-of-experts layer."""
+    if all(choices[name] == "native" for name in MOE_CAUSES):
+        return MoELayer
+    return partial(SharedMoELayer, choices=choices)

@@ -1,0 +1,75 @@
+"""The table of causes, and what a configuration may ask of it."""
+
+import pytest
+
+from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of, choices_on
+from e2e_fp8.config.load import parse_config
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.orchestration.environment import check_alignment_on_cuda
+
+CPU_ONLY = {"rms_norm", "qk_norm", "rotary", "attention", "swiglu", "router_gemm", "top_k", "router_probabilities", "combine", "head"}
+"""Written for the CPU ground alone today; a GPU implementation takes its name out of here."""
+
+
+def config(numerics=None, **sections):
+    return parse_config({"model": {"architecture": "qwen3_moe", "num_key_value_heads": 2}, "numerics": numerics or {}, **sections})
+
+
+def test_fast_is_every_sides_own_operators():
+    assert set(choices_of(config().numerics).values()) == {"native"}
+
+
+def test_bitwise_leaves_nothing_that_depends_on_the_batch():
+    for name, choice in choices_at("bitwise").items():
+        assert CAUSES[name].choices[choice].row_invariant, name
+    for name, choice in choices_at("aligned").items():
+        assert choice in ("native", choices_at("bitwise")[name]), name
+
+
+def test_overrides_switch_single_causes():
+    one_back = choices_of(config({"alignment": "bitwise", "alignment_overrides": {"swiglu": "native"}}).numerics)
+    assert one_back == choices_at("bitwise") | {"swiglu": "native"}
+    one_only = choices_of(config({"alignment_overrides": {"head": "shared"}}).numerics)
+    assert one_only == choices_at("fast") | {"head": "shared"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [({"swigloo": "native"}, ("swigloo", "swiglu")), ({"swiglu": "fused"}, ("alignment_overrides.swiglu", "'fused'", "native, shared"))],
+)
+def test_unknown_causes_and_choices_are_refused(overrides, words):
+    with pytest.raises(ConfigError) as refused:
+        config({"alignment_overrides": overrides})
+    assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize("level", ["aligned", "bitwise"])
+@pytest.mark.parametrize("field", ["tensor", "expert"])
+def test_partial_sums_of_ranks_are_refused(level, field):
+    with pytest.raises(ConfigError, match=rf"training\.parallel\.{field} is 2"):
+        config({"alignment": level}, training={"parallel": {field: 2}})
+    config({"alignment": "fast"}, training={"parallel": {field: 2}})
+
+
+def test_bitwise_needs_fp8_on_both_sides():
+    with pytest.raises(ConfigError, match="training_precision is bf16"):
+        config({"alignment": "bitwise", "training_precision": "bf16"})
+
+
+def test_a_gpu_refuses_what_is_not_written_for_it_and_names_it():
+    with pytest.raises(ConfigError) as refused:
+        choices_on(config({"alignment": "bitwise"}).numerics, "cuda")
+    assert all(name in str(refused.value) for name in CPU_ONLY)
+    with pytest.raises(ConfigError, match="head"):
+        choices_on(config({"alignment_overrides": {"head": "shared"}}).numerics, "cuda")
+    aligned = choices_on(config({"alignment": "aligned"}).numerics, "cuda")
+    assert {name for name, choice in aligned.items() if choice != "native"} == {"residual_add", "log_softmax", "temperature"}
+    assert choices_on(config({"alignment": "bitwise"}).numerics, "cpu") == choices_at("bitwise")
+
+
+@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton"), ("enforce_eager", False)])
+def test_aligned_on_a_gpu_needs_the_trainers_kernels(field, value):
+    with pytest.raises(ConfigError, match=rf"rollout\.{field}"):
+        check_alignment_on_cuda(config({"alignment": "aligned"}, rollout={field: value}))
+    check_alignment_on_cuda(config(rollout={field: value}))
+    check_alignment_on_cuda(config({"alignment": "aligned"}))
