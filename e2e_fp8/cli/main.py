@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from e2e_fp8.cli.plan import add_plan
 from e2e_fp8.cli.receipt import add_receipt
+from e2e_fp8.cli.study import add_study
 from e2e_fp8.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ examples:
   e2e-fp8 receipt verify runs/quickstart 130                do the checkpoint and the engine of that step hold the same bytes?
   e2e-fp8 report runs/quickstart                            self-contained report.html
   e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
+  e2e-fp8 study configs/studies/precision.yaml              run the arms of a study with several seeds, then study report
 
 Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor) or tensors
 differ (receipt), 2 a mistake in what was asked (one sentence says which), 130 interrupted.
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,receipt,report,doctor,config,plan}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,receipt,report,doctor,config,plan,study}")
     _add_train(commands)
     _add_eval(commands)
     _add_export(commands)
@@ -66,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_config(commands)
     add_plan(commands)
+    add_study(commands)
     return parser
 
 
