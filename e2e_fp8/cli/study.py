@@ -53,7 +53,7 @@ def _study(args: argparse.Namespace) -> int:
     if action == "report":
         from e2e_fp8.studies.report import write_page
 
-        print(write_page(study, path, size, out, args.docs))
+        print(write_page(study, path, size, out, args.docs, extra=args.overrides))
         return EXIT_DONE
     runs = planned_runs(study, path, size, out, extra=args.overrides, arms=args.arms, seeds=args.seeds)
     return _list(runs) if args.list else _run(args, study, path, size, out, runs)

@@ -16,6 +16,7 @@ from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import check_delivery, engine_layout, read_hf_config
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
+from e2e_fp8.rollout.router_gate import router_options
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
@@ -48,7 +49,11 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         # These passes quantize inside other kernels and drop the configured rounding of scales.
         "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
         "additional_config": {
-            "e2e_fp8": {"power_2_scale": cfg.numerics.scale_format == "pow2", "amax_epsilon": cfg.numerics.amax_epsilon},
+            "e2e_fp8": {
+                "power_2_scale": cfg.numerics.activation_power_2_scale,
+                "amax_epsilon": cfg.numerics.amax_epsilon,
+                **router_options(cfg),
+            },
         },
         "disable_log_stats": True,
     }

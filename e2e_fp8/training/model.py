@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.training.ground import Ground
 
 
@@ -130,6 +131,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
 
     from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer
+    from e2e_fp8.training.router import set_router_precision
 
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
@@ -147,6 +149,8 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int) -> Any:
         vp_stage=stage,
     ).to(ground.device)
     ground.arrange_parameters(model)
+    if cfg.model.is_moe:
+        set_router_precision(model, cfg.numerics.router_precision, QuantizationPlan.from_config(cfg))
     if model.post_process:
         Fp32OutputLayer.become(model.output_layer)
     model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)  # pyright: ignore[reportAttributeAccessIssue]
