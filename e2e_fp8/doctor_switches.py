@@ -70,7 +70,7 @@ def required_values(cfg: Config | None, ground: str) -> dict[str, str]:
     cfg = cfg or Config()
     values = {k: v for k, v in rollout_environment(cfg, device=ground).items() if k not in _SETTABLE}
     if ground == "cuda" and cfg.numerics.training_precision == "fp8":
-        values["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1" if cfg.numerics.scale_format == "fp32" else "0"
+        values["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1" if cfg.numerics.any_fp32_scale else "0"
     return values
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from e2e_fp8.cli.align import add_align
 from e2e_fp8.cli.plan import add_plan
 from e2e_fp8.cli.receipt import add_receipt
+from e2e_fp8.cli.study import add_study
 from e2e_fp8.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ examples:
   e2e-fp8 report runs/quickstart                            self-contained report.html
   e2e-fp8 align check configs/quickstart.yaml --set numerics.alignment=bitwise    do trainer and engine agree bit for bit?
   e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
+  e2e-fp8 study configs/studies/precision.yaml              run the arms of a study with several seeds, then study report
 
 Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor), tensors
 differ (receipt) or trainer and engine do (align), 2 a mistake in what was asked (one sentence says which), 130 interrupted.
@@ -70,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,eval,export,receipt,report,doctor,config,plan,align}")
+    names = "{train,eval,export,receipt,report,doctor,config,plan,align,study}"
+    commands = parser.add_subparsers(title="commands", required=True, metavar=names)
     _add_train(commands)
     _add_eval(commands)
     _add_export(commands)
@@ -80,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config(commands)
     add_plan(commands)
     add_align(commands)
+    add_study(commands)
     return parser
 
 

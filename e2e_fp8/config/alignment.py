@@ -288,6 +288,11 @@ def check_alignment(cfg: "Config") -> None:
                 f"numerics.alignment is {numerics.alignment}, but {field} is {size}: partial sums of several ranks round differently, "
                 "so set it to 1, or numerics.alignment to fast."
             )
+    if "router_gemm" in shared and numerics.router_precision != "mixed":
+        raise ConfigError(
+            f"numerics.router_precision is {numerics.router_precision}, but numerics.alignment {numerics.alignment} takes the router's "
+            "product in FP32 on both sides: set router_precision to mixed, or numerics.alignment_overrides.router_gemm to native."
+        )
     fp8 = numerics.training_precision == numerics.rollout_precision == "fp8"
     if numerics.alignment == "bitwise" and not fp8:
         raise ConfigError(

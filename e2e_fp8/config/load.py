@@ -27,7 +27,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
     Raises ConfigError naming field, value, rule and remedy, one line for each wrong field.
     """
-    values = _read_yaml(Path(path))
+    values = read_yaml(Path(path))
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, where=str(path))
@@ -38,7 +38,7 @@ def parse_config(values: dict[str, Any], *, where: str = "configuration") -> Con
     try:
         return Config.model_validate(values)
     except ValidationError as err:
-        raise ConfigError("\n".join(f"{where}: {_sentence(e)}" for e in err.errors())) from err
+        raise ConfigError("\n".join(f"{where}: {error_sentence(e)}" for e in err.errors())) from err
 
 
 def dump_config(cfg: Config) -> str:
@@ -58,7 +58,8 @@ def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> list[s
     return names
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds. Raises ConfigError: unreadable, not YAML, not a mapping, or a key given twice."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except FileNotFoundError as err:
@@ -122,7 +123,7 @@ _TYPE_RULES = {
 }
 
 
-def _sentence(error: Any) -> str:
+def error_sentence(error: Any) -> str:
     """One sentence for a pydantic error: field, value, rule, remedy."""
     name, kind, context = ".".join(str(part) for part in error["loc"]), error["type"], error.get("ctx") or {}
     value = _shorten(repr(error.get("input")))

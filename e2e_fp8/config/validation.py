@@ -126,6 +126,11 @@ def _check_precisions(cfg: "Config") -> None:
             "numerics.training_precision is fp8 and numerics.rollout_precision is bf16: a BF16 engine cannot serve the trainer's FP8 "
             "bytes, so set rollout_precision to fp8 as well, or training_precision to bf16."
         )
+    if n.router_precision != "mixed" and not cfg.model.is_moe:
+        raise ConfigError(
+            f"numerics.router_precision is {n.router_precision}, but {cfg.model.architecture} has no router: remove the field, or use "
+            "model.architecture=qwen3_moe."
+        )
 
 
 def uses_fp8(cfg: "Config") -> bool:

@@ -19,6 +19,8 @@ def quantize_for_rollout(tensors: Iterable[ExportedTensor], plan: QuantizationPl
         if module == entry.name or not plan.is_fp8(module):
             yield entry
             continue
-        block = quantize_blockwise(entry.tensor, E4M3, tile="128x128", power_2_scale=plan.power_2_scale, amax_epsilon=plan.amax_epsilon)
+        block = quantize_blockwise(
+            entry.tensor, E4M3, tile="128x128", power_2_scale=plan.weight_power_2_scale, amax_epsilon=plan.amax_epsilon
+        )
         yield ExportedTensor(name=entry.name, tensor=block.codes)
         yield ExportedTensor(name=entry.name + "_scale_inv", tensor=block.scale_inv)

@@ -16,6 +16,9 @@ class QuantizationPlan:
     training_fp8: bool
     rollout_fp8: bool
     power_2_scale: bool
+    """Of activations and gradients (1x128 and 128x1 tiles)."""
+    weight_power_2_scale: bool
+    """Of weights (128x128 tiles)."""
     forward_format: str
     backward_format: str
     amax_epsilon: float
@@ -28,7 +31,8 @@ class QuantizationPlan:
         return cls(
             training_fp8=numerics.training_precision == "fp8",
             rollout_fp8=numerics.rollout_precision == "fp8",
-            power_2_scale=numerics.scale_format == "pow2",
+            power_2_scale=numerics.activation_power_2_scale,
+            weight_power_2_scale=numerics.weight_power_2_scale,
             forward_format=numerics.forward_format,
             backward_format=numerics.backward_format,
             amax_epsilon=numerics.amax_epsilon,

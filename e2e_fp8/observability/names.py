@@ -240,7 +240,14 @@ _TILES = {
     f"tiles/{operand}/{name}": Metric(description=f"{text} ({operand})", unit="fraction")
     for operand in OPERANDS
     for name, text in TILE_STATISTICS.items()
-}
+} | _prefixed(
+    "tiles/moe_fc1_gradients",
+    _table(
+        "fraction",
+        out_of_e4m3_range="Non-zero tiles of the gradients at fc1's output that leave E4M3's range, mean over the MoE layers",
+        out_of_e4m3_range_worst="The same of the layer with the most",
+    ),
+)
 
 METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _TILES
 

@@ -77,16 +77,17 @@ def prepare_environment(cfg: Config) -> None:
     from e2e_fp8.rollout.environment import apply_environment
 
     wanted = {
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if cfg.numerics.scale_format == "fp32" else "0",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if cfg.numerics.any_fp32_scale else "0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     nvte = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
     if nvte is not None and nvte != wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]:
         raise ConfigError(
-            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={nvte} contradicts numerics.scale_format: {cfg.numerics.scale_format}; "
-            "unset it or change the field."
+            f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={nvte} contradicts numerics.scale_format and its "
+            f"weight_ and activation_ forms, which ask for {'FP32' if cfg.numerics.any_fp32_scale else 'power-of-two'} scales; "
+            "unset it or change the fields."
         )
-    if "transformer_engine" in sys.modules and nvte is None and cfg.numerics.scale_format == "fp32":
+    if "transformer_engine" in sys.modules and nvte is None and cfg.numerics.any_fp32_scale:
         raise ConfigError("Transformer Engine was imported before the scale format was set; its scales would be powers of two.")
     apply_environment(cfg, device=cfg.run.backend)
     for name, value in wanted.items():

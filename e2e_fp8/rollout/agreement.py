@@ -15,6 +15,7 @@ from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
+from e2e_fp8.rollout.router_gate import engine_precision, live_precision
 from e2e_fp8.rollout.shared_operators import engine_choices
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -26,7 +27,7 @@ _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_A
 
 def planned_facts(cfg: Config) -> dict[str, Any]:
     """The trainer's side of the comparison: ``modules`` (HF linear module, all experts of a layer as one -> ``fp8`` or
-    ``bf16``), ``power_2_scale`` (None without FP8), ``amax_epsilon``, ``head_dtype``."""
+    ``bf16``), ``power_2_scale`` (None without FP8), ``amax_epsilon``, ``head_dtype``, ``router_precision`` (None without experts)."""
     plan = QuantizationPlan.from_config(cfg)
     modules = {}
     for name, _, _ in linear_modules(cfg.model, experts=1):
@@ -39,6 +40,7 @@ def planned_facts(cfg: Config) -> dict[str, Any]:
         "power_2_scale": plan.power_2_scale if plan.rollout_fp8 else None,
         "amax_epsilon": plan.amax_epsilon if plan.rollout_fp8 else None,
         "head_dtype": cfg.numerics.head_dtype,
+        "router_precision": engine_precision(cfg),
     }
 
 
@@ -94,6 +96,7 @@ def _live_plan(model: torch.nn.Module, vllm_config: Any, device: torch.device) -
         "power_2_scale": _power_2_scale(options, device) if fp8 else None,
         "amax_epsilon": options.get("amax_epsilon") if fp8 else None,
         "head_dtype": str(vllm_config.model_config.head_dtype).removeprefix("torch."),
+        "router_precision": live_precision(model),
     }
 
 
@@ -184,6 +187,7 @@ def _check_plan(planned: Mapping[str, Any], live: Mapping[str, Any], where: str)
     remedies = {
         "power_2_scale": "pass the run's additional_config, and set VLLM_USE_DEEP_GEMM_E8M0=0 for FP32 scales",
         "amax_epsilon": "pass the run's additional_config to vLLM",
+        "router_precision": "pass the run's additional_config to vLLM",
         "head_dtype": 'pass --hf-overrides \'{"head_dtype": "float32"}\' to vLLM',
     }
     for name, remedy in remedies.items():

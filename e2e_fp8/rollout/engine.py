@@ -19,6 +19,7 @@ from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery, engine_lay
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
 from e2e_fp8.rollout.rank_layout import rank_layout
+from e2e_fp8.rollout.router_gate import router_options
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed, split_record
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LiveParameters
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
@@ -50,9 +51,10 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
         "additional_config": {
             "e2e_fp8": {
-                "power_2_scale": cfg.numerics.scale_format == "pow2",
+                "power_2_scale": cfg.numerics.activation_power_2_scale,
                 "amax_epsilon": cfg.numerics.amax_epsilon,
                 ALIGNMENT_KEY: choices_on(cfg.numerics, device),
+                **router_options(cfg),
             },
         },
         "disable_log_stats": True,

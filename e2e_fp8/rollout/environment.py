@@ -69,10 +69,11 @@ def check_environment(cfg: Config, environ: Mapping[str, str], *, device: str) -
     fp8 = cfg.numerics.rollout_precision == "fp8"
     if device == "cuda" and fp8 and environ.get("VLLM_USE_DEEP_GEMM") not in (None, "1"):
         raise ConfigError("Environment variable VLLM_USE_DEEP_GEMM must be unset or 1: other kernels differ from the trainer's products.")
-    if device == "cuda" and fp8 and cfg.numerics.scale_format == "pow2":
+    if device == "cuda" and fp8 and cfg.numerics.activation_power_2_scale:
+        field = "activation_scale_format" if cfg.numerics.activation_scale_format else "scale_format"
         raise ConfigError(
-            "numerics.scale_format=pow2 is not supported with FP8 rollout on CUDA: vLLM would either requantize the weights or "
-            "quantize activations to FP32 scales. Use numerics.scale_format=fp32, or the CPU backend."
+            f"numerics.{field}=pow2 is not supported with FP8 rollout on CUDA: vLLM would either requantize the weights or "
+            f"quantize activations to FP32 scales. Use numerics.{field}=fp32, or the CPU backend."
         )
     if device == "cpu" and cfg.rollout.sleep_level:
         raise ConfigError(f"rollout.sleep_level is {cfg.rollout.sleep_level}, but vLLM's CPU build cannot sleep. Set it to 0.")

@@ -7,17 +7,19 @@ import os
 
 
 def register() -> None:
-    """Register weight-transfer engines and the shared loader, and on the CPU the block-FP8 W8A8 kernels. Safe to call more than once.
+    """Register weight-transfer engines, shared loader and router gate, and on the CPU the block-FP8 W8A8 kernels. May be called again.
 
     Where ``E2E_FP8_CAPTURE_GATE_WEIGHTS`` is 1, vLLM's record of expert ids takes gate weights as well.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from e2e_fp8.rollout.router_gate import register_router_gate
     from e2e_fp8.rollout.shared_loader import register_shared_loader
     from e2e_fp8.rollout.weight_transfer import BACKEND, REMOTE_BACKEND
 
     register_shared_loader()
+    register_router_gate()
     if REMOTE_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(REMOTE_BACKEND, "e2e_fp8.rollout.remote_transfer", "RemoteWeightTransferEngine")
     if BACKEND not in WeightTransferEngineFactory._registry:

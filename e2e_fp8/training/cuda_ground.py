@@ -29,7 +29,9 @@ class CudaGround:
 
     def __init__(self, cfg: Config) -> None:
         self.fp8 = cfg.numerics.training_precision == "fp8"
-        self.power_2_scale = cfg.numerics.scale_format == "pow2"
+        self.power_2_scale = cfg.numerics.activation_power_2_scale
+        self.weight_power_2_scale = cfg.numerics.weight_power_2_scale
+        self.any_fp32_scale = cfg.numerics.any_fp32_scale
         self.amax_epsilon = cfg.numerics.amax_epsilon
         self.seed = cfg.run.seed
         torch.cuda.set_device(local_device_index())
@@ -48,10 +50,10 @@ class CudaGround:
         if self.fp8:
             if torch.cuda.get_device_capability()[0] != 9:
                 raise ConfigError("Block-FP8 training with Transformer Engine needs a Hopper GPU (compute capability 9.x).")
-            if (os.environ.get(SCALE_VARIABLE) == "1") == self.power_2_scale:
+            if (os.environ.get(SCALE_VARIABLE) == "1") != self.any_fp32_scale:
                 raise ConfigError(
-                    f"numerics.scale_format is {'pow2' if self.power_2_scale else 'fp32'}, but {SCALE_VARIABLE} is "
-                    f"{os.environ.get(SCALE_VARIABLE)!r}. Set it to {'0' if self.power_2_scale else '1'} before Python starts."
+                    f"numerics.scale_format asks for {'FP32' if self.any_fp32_scale else 'power-of-two'} scales, but {SCALE_VARIABLE} is "
+                    f"{os.environ.get(SCALE_VARIABLE)!r}. Set it to {'1' if self.any_fp32_scale else '0'} before Python starts."
                 )
         try:
             from transformer_engine.common.recipe import Float8BlockScaling, QParams  # pyright: ignore[reportMissingImports]
@@ -59,9 +61,12 @@ class CudaGround:
             raise ConfigError(f"Training on the GPU needs Transformer Engine, which cannot be imported ({error}).") from error
         if self.fp8:
             # Megatron builds its own recipe instances, so only the class attributes reach them.
-            params = QParams(power_2_scale=self.power_2_scale, amax_epsilon=self.amax_epsilon)
-            for slot in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-                setattr(Float8BlockScaling, slot, params)
+            for slot, power_2_scale in (
+                ("fp8_quant_fwd_inp", self.power_2_scale),
+                ("fp8_quant_fwd_weight", self.weight_power_2_scale),
+                ("fp8_quant_bwd_grad", self.power_2_scale),
+            ):
+                setattr(Float8BlockScaling, slot, QParams(power_2_scale=power_2_scale, amax_epsilon=self.amax_epsilon))
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed)
@@ -133,10 +138,12 @@ class CudaGround:
                 if quantizer is None:
                     continue
                 seen += 1
-                if quantizer.force_pow_2_scales != self.power_2_scale or quantizer.amax_epsilon != self.amax_epsilon:
+                # Weights alone have two-dimensional tiles.
+                wanted = self.weight_power_2_scale if quantizer.block_scaling_dim == 2 else self.power_2_scale
+                if quantizer.force_pow_2_scales != wanted or quantizer.amax_epsilon != self.amax_epsilon:
                     raise ConfigError(
                         f"A quantizer of {name} has force_pow_2_scales={quantizer.force_pow_2_scales} and amax_epsilon="
-                        f"{quantizer.amax_epsilon}, but the configuration asks for {self.power_2_scale} and {self.amax_epsilon}. "
+                        f"{quantizer.amax_epsilon}, but the configuration asks for {wanted} and {self.amax_epsilon}. "
                         f"Set {SCALE_VARIABLE} before Python starts."
                     )
         if not seen:

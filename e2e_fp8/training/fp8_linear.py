@@ -19,11 +19,15 @@ from e2e_fp8.training.column_input import column_input
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """How one linear quantizes: formats by name (``e4m3``, ``e5m2``), kind of scales, smallest tile amax."""
+    """How one linear quantizes: formats by name (``e4m3``, ``e5m2``), kind of scales, smallest tile amax.
+
+    ``power_2_scale`` is that of activations and gradients.
+    """
 
     forward_format: Any
     backward_format: Any
     power_2_scale: bool
+    weight_power_2_scale: bool
     amax_epsilon: float
 
     @classmethod
@@ -33,6 +37,7 @@ class LinearRecipe:
             forward_format=plan.forward_format,
             backward_format=plan.backward_format,
             power_2_scale=plan.power_2_scale,
+            weight_power_2_scale=plan.weight_power_2_scale,
             amax_epsilon=plan.amax_epsilon,
         )
 
@@ -70,7 +75,7 @@ class BlockFp8Mixin:
             self.weight.detach(),
             self.recipe.forward_format,
             "128x128",
-            power_2_scale=self.recipe.power_2_scale,
+            power_2_scale=self.recipe.weight_power_2_scale,
             amax_epsilon=self.recipe.amax_epsilon,
         )
         if self.quantized_weight is None:

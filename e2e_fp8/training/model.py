@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.training.ground import Ground
 
 
@@ -132,6 +133,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_hea
 
     from e2e_fp8.training.attention import PackedRotary
     from e2e_fp8.training.head import Fp32OutputLayer, ValueHead
+    from e2e_fp8.training.router import set_router_precision
 
     choices = choices_on(cfg.numerics, ground.device.type)
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
@@ -150,6 +152,8 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_hea
         vp_stage=stage,
     ).to(ground.device)
     ground.arrange_parameters(model)
+    if cfg.model.is_moe:
+        set_router_precision(model, cfg.numerics.router_precision, QuantizationPlan.from_config(cfg))
     if model.post_process and value_head:
         model.output_layer = ValueHead(config, ground.device)  # pyright: ignore[reportAttributeAccessIssue]
     elif model.post_process:

@@ -14,10 +14,10 @@ from e2e_fp8.numerics.blockwise import quantize_blockwise
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.types import PackedBatch
 
-architecture, scale_format = sys.argv[1:]
+architecture, scale_format, weight_scale_format = sys.argv[1:]
 cfg = Config.model_validate({
     "model": {"architecture": architecture, "num_experts": 4},
-    "numerics": {"scale_format": scale_format},
+    "numerics": {"scale_format": scale_format, "weight_scale_format": weight_scale_format},
     "run": {"backend": "cuda"},
 })
 lengths = [30, 41, 9]
@@ -41,7 +41,7 @@ def check():
             assert torch.equal(tensor.cpu(), masters[name].bfloat16()), name
             continue
         fp8 += 1
-        expected = quantize_blockwise(masters[name].bfloat16(), "e4m3", "128x128", power_2_scale=scale_format == "pow2")
+        expected = quantize_blockwise(masters[name].bfloat16(), "e4m3", "128x128", power_2_scale=weight_scale_format == "pow2")
         assert torch.equal(tensor.cpu().view(torch.uint8), expected.codes.view(torch.uint8)), name
         assert torch.equal(scale_inv.cpu(), expected.scale_inv), name
     return fp8
@@ -61,14 +61,14 @@ print("ok", losses, last)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-def test_fp8_bytes_are_the_quantized_masters(architecture, scale_format):
+@pytest.mark.parametrize(("scale_format", "weight_scale_format"), [("fp32", "fp32"), ("pow2", "pow2"), ("fp32", "pow2"), ("pow2", "fp32")])
+def test_fp8_bytes_are_the_quantized_masters(architecture, scale_format, weight_scale_format):
     environment = {
         **os.environ,
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if scale_format == "fp32" else "0",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if "fp32" in (scale_format, weight_scale_format) else "0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    command = [sys.executable, "-c", SCRIPT, architecture, scale_format]
+    command = [sys.executable, "-c", SCRIPT, architecture, scale_format, weight_scale_format]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert "ok" in result.stdout

@@ -1,6 +1,6 @@
 """One process with one real vLLM engine; records what it did for the tests to judge.
 
-Usage: ``python rollout_engine_process.py {qwen3|qwen3_moe} {fp8|bf16} {fp32|pow2} {cpu|cuda} OUT_DIR``. vLLM allows one
+Usage: ``python rollout_engine_process.py {qwen3|qwen3_moe} {fp8|bf16} {fp32|pow2} {mixed|fp32|fp8} {cpu|cuda} OUT_DIR``. vLLM allows one
 engine of a kind in a process, so the tests start this file once for each model.
 """
 
@@ -55,7 +55,7 @@ def random_weights(cfg: Config, seed: int) -> dict[str, torch.Tensor]:
     for name, rows, columns in linear_modules(m):
         weight = (0.06 * torch.randn(rows, columns, generator=generator)).bfloat16()
         if plan.rollout_fp8 and plan.is_fp8(name):
-            block = quantize_blockwise(weight, E4M3, "128x128", power_2_scale=plan.power_2_scale)
+            block = quantize_blockwise(weight, E4M3, "128x128", power_2_scale=plan.weight_power_2_scale)
             weights |= {f"{name}.weight": block.codes, f"{name}.weight_scale_inv": block.scale_inv}
         else:
             weights[f"{name}.weight"] = weight
@@ -91,11 +91,27 @@ def live(engine: VllmEngine) -> dict[str, torch.Tensor]:
     return {entry.name: entry.tensor.cpu().clone() for entry in engine.read_back()}
 
 
-def main(architecture: str, precision: str, scale_format: str, device: str, out: Path) -> None:
+def gate_logits(engine: VllmEngine, x: torch.Tensor) -> torch.Tensor | None:
+    """What the live gate of layer 0 makes of ``x``; None for a dense model."""
+
+    def apply(model: torch.nn.Module) -> torch.Tensor | None:
+        gates = dict(model.named_modules())
+        gate = gates.get("model.layers.0.mlp.gate")
+        return None if gate is None else gate(x)[0].clone()
+
+    return engine._llm.apply_model(apply)[0]
+
+
+def main(architecture: str, precision: str, scale_format: str, router: str, device: str, out: Path) -> None:
     cfg = Config.model_validate(
         {
             "model": {"architecture": architecture},
-            "numerics": {"training_precision": precision, "rollout_precision": precision, "scale_format": scale_format},
+            "numerics": {
+                "training_precision": precision,
+                "rollout_precision": precision,
+                "scale_format": scale_format,
+                "router_precision": router,
+            },
             "rollout": {"temperature": TEMPERATURE, "max_response_tokens": 12, "max_model_len": 64, "max_num_seqs": 32, "kv_cache_gib": 1},
             "run": {"backend": device, "seed": 3},
         }
@@ -119,7 +135,9 @@ def main(architecture: str, precision: str, scale_format: str, device: str, out:
         return record(engine.generate(PROMPTS, group_size=4, seed=seed))
 
     result["before_weights"] = refusal(generate)
+    result["router_input"] = torch.randn(5, cfg.model.hidden_size).bfloat16()
     engine.update_weights(exported(first), policy_version=1)
+    result["router_logits"] = gate_logits(engine, result["router_input"])
     result["live_first"], result["samples_first"], result["samples_repeat"] = live(engine), generate(), generate()
     result["samples_other_seed"] = generate(10)
     engine.update_weights(exported(dict(reversed(second.items()))), policy_version=2)
@@ -153,4 +171,4 @@ def main(architecture: str, precision: str, scale_format: str, device: str, out:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], Path(sys.argv[5]))
+    main(*sys.argv[1:6], Path(sys.argv[6]))

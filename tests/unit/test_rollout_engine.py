@@ -10,13 +10,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.qwen3_reference import forward
 
+from e2e_fp8.config.root import Config
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
+from e2e_fp8.numerics.router import router_logits
+
 SCRIPT = Path(__file__).parent / "rollout_engine_process.py"
 TEMPERATURE = 0.7
 CASES = [
-    ("qwen3_moe", "fp8", "fp32"),
-    pytest.param(("qwen3", "fp8", "pow2"), marks=pytest.mark.slow),
-    pytest.param(("qwen3_moe", "bf16", "fp32"), marks=pytest.mark.slow),
-    pytest.param(("qwen3", "bf16", "fp32"), marks=pytest.mark.slow),
+    ("qwen3_moe", "fp8", "fp32", "mixed"),
+    pytest.param(("qwen3_moe", "fp8", "fp32", "fp8"), marks=pytest.mark.slow),
+    pytest.param(("qwen3_moe", "bf16", "fp32", "fp32"), marks=pytest.mark.slow),
+    pytest.param(("qwen3", "fp8", "pow2", "mixed"), marks=pytest.mark.slow),
+    pytest.param(("qwen3", "bf16", "fp32", "mixed"), marks=pytest.mark.slow),
 ]
 
 
@@ -26,7 +31,8 @@ def run(request, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("engine")
     done = subprocess.run([sys.executable, str(SCRIPT), *request.param, "cpu", str(out)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(out / "result.pt", weights_only=False) | {"precision": request.param[1], "scale_format": request.param[2]}
+    facts = dict(zip(("precision", "scale_format", "router"), request.param[1:], strict=True))
+    return torch.load(out / "result.pt", weights_only=False) | facts
 
 
 def essence(samples: list[dict]) -> list[tuple]:
@@ -94,6 +100,21 @@ def test_log_probs_and_routing_agree_with_reference(run, samples, weights):
     assert difference.abs().mean() < (0.08 if run["precision"] == "fp8" else 0.03)
     assert difference.mean().abs() < 0.02
     assert routed >= 0.95 * total
+
+
+def test_the_live_gate_has_the_precision_of_the_configuration(run):
+    """Bit for bit where the arithmetic is the project's own; vLLM's own BF16 product is bf16 to one rounding of the exact sum."""
+    weight, x = run["first"].get("model.layers.0.mlp.gate.weight"), run["router_input"]
+    if weight is None:
+        assert run["router_logits"] is None
+    elif run["router"] == "mixed":
+        exact = x.double() @ weight.double().T
+        sums = (x.shape[1] + 2) * 2.0**-24 * (x.double().abs() @ weight.double().abs().T)
+        assert run["router_logits"].dtype == torch.bfloat16
+        assert bool(((run["router_logits"].double() - exact).abs() <= sums + (exact.abs() + sums) * 2.0**-8).all())
+    else:
+        plan = QuantizationPlan.from_config(Config.model_validate({"numerics": {"scale_format": run["scale_format"]}}))
+        assert torch.equal(run["router_logits"], router_logits(x, weight, run["router"], plan))
 
 
 def test_refusals_name_the_cause_and_change_nothing(run):
