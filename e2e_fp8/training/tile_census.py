@@ -47,14 +47,20 @@ class TileCensus:
     def __enter__(self) -> "TileCensus":
         for name, module in self._model.named_modules():
             if name.rpartition(".")[2] in _LINEARS:
-                found = _MOE_FC1.search(name)
-                layer = int(found[1]) if found else None
-                self._handles.append(module.register_forward_hook(partial(self._hook, layer)))
+                self._handles.append(module.register_forward_hook(partial(self._hook, self._moe_layer(name))))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _moe_layer(self, name: str) -> int | None:
+        """Layer of the whole model, from 0, of an expert's fc1; None for other linears. A pipeline rank counts its own layers from 0."""
+        found = _MOE_FC1.search(name)
+        if found is None:
+            return None
+        number = getattr(self._model.get_submodule(name[: found.end(1)]), "layer_number", None)
+        return int(found[1]) if number is None else number - 1
 
     def _hook(self, layer: int | None, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
