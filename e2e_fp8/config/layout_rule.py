@@ -31,9 +31,11 @@ def check_layout(cfg: "Config", is_fp8: Callable[[str], bool]) -> None:
     """
     fp8_training, parallel = cfg.numerics.training_precision == "fp8", cfg.training.parallel
     train = MegatronParallel(tensor=parallel.tensor, expert_tensor=parallel.expert_tensor) if fp8_training else MegatronParallel()
+    rollout = EngineParallel(tensor=cfg.rollout.tensor_parallel, expert=cfg.rollout.expert_parallel)
+    spec = "te" if fp8_training else "local"
     # experts of a layer are alike, and a pattern that tells them apart is refused by another rule
-    hf_config = to_hf_config(cfg.model, None) | ({"num_experts": 1} if cfg.model.is_moe else {})
-    rollout, spec = EngineParallel(tensor=cfg.rollout.tensor_parallel), "te" if fp8_training else "local"
+    experts = {"num_experts": rollout.tensor if rollout.expert else 1} if cfg.model.is_moe else {}
+    hf_config = to_hf_config(cfg.model, None) | experts
     try:
         plan = Plan.from_config(hf_config, train, rollout, qkv_order=QKV_ORDER, spec=spec, fp8=is_fp8)
         found = verdicts(plan)
@@ -47,7 +49,7 @@ def _working(plan: Plan, fp8_training: bool) -> list[str]:
     def usable(setting: Setting) -> bool:
         train, rollout, order = setting
         same_train = (train.tensor, train.expert_tensor_size) == (plan.train.tensor, plan.train.expert_tensor_size)
-        return order == QKV_ORDER and not rollout.expert and (fp8_training or same_train)
+        return order == QKV_ORDER and rollout.expert == plan.rollout.expert and (fp8_training or same_train)
 
     working: dict[str, list[str]] = {}
     for train, rollout, _ in nearest_settings(plan, allowed=_ALLOWED, usable=usable):

@@ -5,7 +5,7 @@ trainer does, products are FP32 sums of 128-wide blocks times both scales, and o
 the router's probability multiplies the *output* of ``down_proj``, as vLLM's GPU kernels do.
 
 Shape legend: ``M`` tokens, ``K`` input and ``N`` output features, ``E`` experts, ``k`` experts per token, ``I`` width of
-an expert, ``H`` hidden size, ``A = M * k`` token-expert assignments.
+an expert, ``H`` hidden size, ``A <= M * k`` token-expert assignments.
 """
 
 from typing import Any
@@ -89,11 +89,15 @@ def grouped_experts(
     """Output of the chosen experts, weighted and summed: ``[M, H]`` in the dtype of ``x_MH``.
 
     ``w13`` has codes ``[E, 2I, H]`` (gate rows first), ``w2`` ``[E, H, I]``. Each expert sees its tokens in batch order;
-    the activation is ``silu(gate) * up`` with both steps rounded to the dtype of ``x_MH``; the sum runs in FP32.
+    the activation is ``silu(gate) * up`` with both steps rounded to the dtype of ``x_MH``; the sum runs in FP32. An id of -1 is
+    an expert of another rank and adds nothing here.
     """
     M, top_k = topk_ids_Mk.shape
-    order_A = topk_ids_Mk.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(topk_ids_Mk.reshape(-1), minlength=w13.codes.shape[0]).tolist()
+    ids = topk_ids_Mk.reshape(-1)
+    order_A = ids.argsort(stable=True)[int((ids < 0).sum()) :]
+    if order_A.numel() == 0:
+        return torch.zeros_like(x_MH)
+    counts = torch.bincount(ids[ids >= 0], minlength=w13.codes.shape[0]).tolist()
     token_A = order_A // top_k
     x = quantize(x_MH)
     # Indexing float8 tensors is not implemented everywhere; bytes are.
@@ -101,7 +105,7 @@ def grouped_experts(
     gate_up_A2I = _per_expert(BlockScaled(codes_AH, x.scale_inv[token_A], "1x128"), w13, counts, x_MH.dtype)
     gate_AI, up_AI = gate_up_A2I.chunk(2, dim=-1)
     y_AH = _per_expert(quantize(F.silu(gate_AI) * up_AI), w2, counts, x_MH.dtype)
-    back_AH = torch.empty_like(y_AH)
+    back_AH = y_AH.new_zeros(M * top_k, y_AH.shape[1])
     back_AH[order_A] = y_AH
     weighted = back_AH.view(M, top_k, -1).float() * topk_weights_Mk.unsqueeze(-1)
     return weighted.sum(dim=1).to(x_MH.dtype)
@@ -141,8 +145,11 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
         return None
 
     def apply(self, layer: Any, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None) -> torch.Tensor:
-        if layer.expert_map is not None or layer.apply_router_weight_on_input:
-            raise EngineError("Block FP8 experts on the CPU support neither expert parallelism nor router weights on the input.")
+        if layer.apply_router_weight_on_input:
+            raise EngineError("Block FP8 experts on the CPU do not support router weights on the input.")
+        if layer.expert_map is not None:
+            # ids of the whole model to those of this rank, -1 for experts of other ranks; vLLM adds up what the ranks return
+            topk_ids = layer.expert_map[topk_ids]
         w13 = BlockScaled(layer.w13_weight, layer.w13_weight_scale_inv, "128x128")
         w2 = BlockScaled(layer.w2_weight, layer.w2_weight_scale_inv, "128x128")
         return grouped_experts(x, topk_weights, topk_ids, w13, w2, self.quantize)

@@ -117,9 +117,11 @@ def whole_weights(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return found | {name: torch.from_numpy(values).view(torch.bfloat16).squeeze(-1) for name, values in high.items()}
 
 
-def engine_reference(case: Case, weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+def engine_reference(
+    case: Case, weights: dict[str, torch.Tensor], rank: int, size: int, *, expert: bool = False
+) -> dict[str, torch.Tensor]:
     """Every parameter of one engine rank by vLLM's names; FP8 codes as uint8."""
-    found = fused_reference.fused_fp8(model_of(case) | {"model_type": model_of(case)["architecture"]}, weights, rank, size)
+    found = fused_reference.fused_fp8(model_of(case) | {"model_type": model_of(case)["architecture"]}, weights, rank, size, expert=expert)
     for name, tensor in weights.items():
         if tensor.dtype == torch.bfloat16:
             found[name] = tensor.chunk(size)[rank] if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor

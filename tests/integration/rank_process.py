@@ -129,10 +129,12 @@ def publish(tensors: dict[str, torch.Tensor], url: str, token_file: str, policy_
     publisher.close()
 
 
-def publish_from_ranks(engine: MegatronEngine, cfg: Config, out: Path, url: str, token_file: str, size: int, versions: list[int]) -> None:
-    """Every rank sends its own rows into a server of ``size`` ranks; raises unless every piece arrived everywhere."""
-    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"tensor_parallel": size, "timeout_s": 60.0})})
-    control = UpdateControl(url, Path(token_file).read_text(), timeout_s=60) if engine.rank == 0 else None
+def publish_from_ranks(
+    engine: MegatronEngine, cfg: Config, out: Path, name: str, url: str, token_file: str, rollout: dict, versions: list[int]
+) -> None:
+    """Every rank sends its own rows into a server of the sizes in ``rollout``; raises unless every piece arrived everywhere."""
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=rollout | {"timeout_s": 600.0})})
+    control = UpdateControl(url, Path(token_file).read_text(), timeout_s=600) if engine.rank == 0 else None
     publisher = rank_publisher(engine, cfg, control)
     publisher._max_bytes = 256 << 10
     tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(engine.rank))
@@ -140,7 +142,7 @@ def publish_from_ranks(engine: MegatronEngine, cfg: Config, out: Path, url: str,
         for version in versions:
             report = publisher.publish(tensors, scales, policy_version=version)
             assert report.receipt is not None
-    (out / f"published-{size}-{engine.rank}.json").write_text(
+    (out / f"published-{name}-{engine.rank}.json").write_text(
         json.dumps({"bytes": report.num_bytes, "digest": report.receipt.combined, "largest_allocation": seen.largest})
     )
     publisher.close()

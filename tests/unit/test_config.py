@@ -167,6 +167,15 @@ def test_every_wrong_field_gets_its_own_line():
             {"sync": {"transport": "shared"}, "numerics": {"training_precision": "bf16"}},
             ("sync.transport is shared", "training_precision is bf16", "sync.transport=local"),
         ),
+        (
+            {"rollout": {"placement": "server"}, "sync": {"transport": "ranks"}, "numerics": {"training_precision": "bf16"}},
+            ("sync.transport is ranks", "training_precision is bf16", "sync.transport=nccl"),
+        ),
+        ({"sync": {"transport": "ranks"}}, ("sync.transport is ranks", "in_process", "rollout.placement to server")),
+        (
+            {"rollout": {"placement": "server", "expert_parallel": True}, "sync": {"transport": "ipc"}},
+            ("rollout.expert_parallel is true", "rollout.tensor_parallel is 1", "at least one to each"),
+        ),
     ],
 )
 def test_cross_field_mistakes_name_the_rule_and_the_remedy(values, parts):
