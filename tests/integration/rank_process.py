@@ -4,7 +4,7 @@
     rank_process.py                                     one job for each line ``N PORT OUT`` on standard input
 
 The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
-for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
+for more: ``gather: false``, no whole tensors at all; ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
 tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
 in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows;
 ``victim``, the rank that is killed after two of them.
@@ -97,7 +97,7 @@ def main(case: dict, out: Path) -> None:
     stats = {f"log_probs/{i}": s.log_probs.cpu() for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
-    gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)}
+    gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)} if case.get("gather", True) else {}
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]
     (out / f"reports-{rank}.json").write_text(json.dumps(record))
     if rank == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import MODEL, Case, engine_reference, whole_weights
+from rank_cases import MODEL, Case, engine_reference, native_reference, whole_weights
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -135,6 +135,19 @@ def test_expert_parallel_servers_have_the_log_probs_of_one_rank(servers):
 def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, results):
     case = Case(**GRIDS[grid], model=WIDE, steps=1, rollout_tp=2, more={"engines": 2, "max_bytes": MAX_BYTES})
     check_transfer(case, results(case))
+
+
+def test_rows_pass_where_no_checkpoint_could_hold_the_tiles(results):
+    """K and V of a 64-wide head share a row of scales at each rank of both sides, which are quantized as one fused matrix."""
+    narrow = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"engines": 2, "max_bytes": MAX_BYTES, "gather": False}
+    case = Case(**GRIDS["tp2"], model=WIDE | narrow, steps=1, rollout_tp=2, transport="ranks", more=more)
+    folder = results(case)
+    for rank in range(2):
+        found, expected = load_file(folder / f"engine-{rank}.safetensors"), native_reference(case, folder, rank, 2)
+        assert expected["model.layers.0.self_attn.qkv_proj.weight_scale_inv"].shape[0] == 2
+        for name, tensor in expected.items():
+            assert same_bytes(found[name], tensor), (rank, name)
 
 
 def check_transfer(case: Case, folder: Path) -> None:

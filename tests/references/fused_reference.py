@@ -4,6 +4,8 @@ Written from vLLM's documented layouts alone: q, k, v and gate, up one below the
 cut by rows of each part, row-parallel ones by columns, embeddings by padded rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -15,7 +17,15 @@ def _columns(weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return weight.view(torch.uint8 if weight.element_size() == 1 else weight.dtype).chunk(size, dim=1)[rank]
 
 
-def fused_fp8(config: dict, weights: dict[str, torch.Tensor], rank: int, size: int, *, expert: bool = False) -> dict[str, torch.Tensor]:
+def fused_fp8(
+    config: dict,
+    weights: dict[str, torch.Tensor],
+    rank: int,
+    size: int,
+    *,
+    expert: bool = False,
+    kinds: Sequence[str] = ("weight", "weight_scale_inv"),
+) -> dict[str, torch.Tensor]:
     """vLLM parameter name -> bytes (uint8 for FP8 codes, float32 for scales) of every FP8 layer at one rank.
 
     With ``expert`` each rank holds an equal number of neighbouring experts, whole.
@@ -23,7 +33,7 @@ def fused_fp8(config: dict, weights: dict[str, torch.Tensor], rank: int, size: i
     found: dict[str, torch.Tensor] = {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for kind in ("weight", "weight_scale_inv"):
+        for kind in kinds:
 
             def get(module: str, kind: str = kind, prefix: str = prefix) -> torch.Tensor:
                 return weights[f"{prefix}{module}.{kind}"]

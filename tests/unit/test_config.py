@@ -231,6 +231,15 @@ SERVED = {"rollout": {"placement": "server", "tensor_parallel": 2}, "sync": {"tr
 BF16_TRAINING = {"numerics": {"training_precision": "bf16"}}
 
 
+def test_tiles_that_a_checkpoint_cannot_hold_pass_from_rank_to_rank_alone():
+    """K and V of one 64-wide head share a tile at each rank of both sides."""
+    shared = {"model": TP2_MODEL | {"head_dim": 64}, "training": {"parallel": {"tensor": 2}}}
+    assert "self_attn.qkv_proj.weight: tiles of" in refusal(SERVED | shared)
+    assert parse_config(SERVED | shared | {"sync": {"transport": "ranks"}}).model.head_dim == 64
+    alone = shared | {"training": {"parallel": {"tensor": 1}}}
+    assert "k_proj.weight at rows 64" in refusal(SERVED | alone | {"sync": {"transport": "ranks"}})
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
