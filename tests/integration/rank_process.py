@@ -4,10 +4,10 @@
     rank_process.py                                     one job for each line ``N PORT OUT`` on standard input
 
 The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
-for more: ``gather: false``, no whole tensors at all; ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
-tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
-in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows;
-``victim``, the rank that is killed after two of them.
+for more: ``gather: false``, no whole tensors at all; ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to
+which rank 0 delivers the gathered tensors; ``publish_ranks``, servers into which every rank sends its own rows; ``engines``, the
+number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles in messages of
+``max_bytes``; ``victim``, the rank that is killed after two of them.
 """
 
 import json
