@@ -1,7 +1,7 @@
 """Do the FP8 bytes of this configuration pass between its parallel sizes? Asked of the layout algebra before anything starts. Torch-free.
 
-The loop hands weights over under Hugging Face names, so every tile has to be whole in such a tensor as well: the verdict
-``native`` is not enough here.
+Most transports hand weights over under Hugging Face names, so every tile has to be whole in such a tensor as well. Only with
+``sync.transport=ranks``, which moves rows of fused matrices, is the verdict ``native`` enough.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from e2e_fp8.megatron_names import QKV_ORDER
 if TYPE_CHECKING:
     from e2e_fp8.config.root import Config
 
-_ALLOWED = ("pass",)
+_WHOLE_TENSORS: tuple[str, ...] = ("pass",)
+_ROWS: tuple[str, ...] = ("pass", "native")
 
 
 def check_layout(cfg: "Config", is_fp8: Callable[[str], bool]) -> None:
@@ -31,26 +32,29 @@ def check_layout(cfg: "Config", is_fp8: Callable[[str], bool]) -> None:
     """
     fp8_training, parallel = cfg.numerics.training_precision == "fp8", cfg.training.parallel
     train = MegatronParallel(tensor=parallel.tensor, expert_tensor=parallel.expert_tensor) if fp8_training else MegatronParallel()
+    rollout = EngineParallel(tensor=cfg.rollout.tensor_parallel, expert=cfg.rollout.expert_parallel)
+    spec = "te" if fp8_training else "local"
     # experts of a layer are alike, and a pattern that tells them apart is refused by another rule
-    hf_config = to_hf_config(cfg.model, None) | ({"num_experts": 1} if cfg.model.is_moe else {})
-    rollout, spec = EngineParallel(tensor=cfg.rollout.tensor_parallel), "te" if fp8_training else "local"
+    experts = {"num_experts": rollout.tensor if rollout.expert else 1} if cfg.model.is_moe else {}
+    hf_config = to_hf_config(cfg.model, None) | experts
     try:
         plan = Plan.from_config(hf_config, train, rollout, qkv_order=QKV_ORDER, spec=spec, fp8=is_fp8)
         found = verdicts(plan)
     except LayoutError as error:
         raise ConfigError(f"training.parallel and rollout.tensor_parallel do not fit the model: {error}") from error
-    if any(one.verdict not in _ALLOWED for one in found):
-        raise ConfigError(refusal(found, _working(plan, fp8_training), allowed=_ALLOWED))
+    allowed = _ROWS if cfg.sync.transport == "ranks" else _WHOLE_TENSORS
+    if any(one.verdict not in allowed for one in found):
+        raise ConfigError(refusal(found, _working(plan, fp8_training, allowed), allowed=allowed))
 
 
-def _working(plan: Plan, fp8_training: bool) -> list[str]:
+def _working(plan: Plan, fp8_training: bool, allowed: tuple[str, ...]) -> list[str]:
     def usable(setting: Setting) -> bool:
         train, rollout, order = setting
         same_train = (train.tensor, train.expert_tensor_size) == (plan.train.tensor, plan.train.expert_tensor_size)
-        return order == QKV_ORDER and not rollout.expert and (fp8_training or same_train)
+        return order == QKV_ORDER and rollout.expert == plan.rollout.expert and (fp8_training or same_train)
 
     working: dict[str, list[str]] = {}
-    for train, rollout, _ in nearest_settings(plan, allowed=_ALLOWED, usable=usable):
+    for train, rollout, _ in nearest_settings(plan, allowed=allowed, usable=usable):
         experts = f" training.parallel.expert_tensor={train.expert_tensor_size}" if plan.shape.experts else ""
         trainer = f"training.parallel.tensor={train.tensor}{experts} " if fp8_training else ""
         working.setdefault(f"{trainer}rollout.tensor_parallel=", []).append(str(rollout.tensor))

@@ -45,4 +45,9 @@ class RolloutConfig(Section):
     enforce_eager: bool = Field(default=True, description="Run without CUDA graphs and compilation.")
     moe_backend: Literal["deep_gemm", "triton"] = Field(default="deep_gemm", description="vLLM's FP8 MoE kernels on the GPU.")
     tensor_parallel: int = Field(default=1, ge=1, description="Engine tensor parallel size.")
+    expert_parallel: bool = Field(
+        default=False,
+        description="Deal whole experts out to the engine's ranks instead of splitting each over all of them (MoE, tensor_parallel "
+        "above 1).",
+    )
     timeout_s: float = Field(default=600.0, gt=0, description="A generation or sync slower than this counts as a wedged engine.")

@@ -83,6 +83,12 @@ def _check_placement(cfg: "Config") -> None:
             f"rollout.tensor_parallel is {size}, but an engine in the trainer's process drives one device: "
             "set rollout.placement to server, or the size to 1."
         )
+    experts = cfg.model.num_experts if cfg.model.is_moe else 0
+    if cfg.rollout.expert_parallel and not 1 < size <= experts:
+        raise ConfigError(
+            f"rollout.expert_parallel is true, but rollout.tensor_parallel is {size} and the model has {experts} experts: whole experts "
+            "are dealt out to two ranks or more, at least one to each. Set it to false, or change the size."
+        )
     if placement == "in_process" and transport in ("ipc", "nccl", "ranks"):
         raise ConfigError(
             f"sync.transport is {transport}, but rollout.placement is in_process and {transport} connects two processes: set "

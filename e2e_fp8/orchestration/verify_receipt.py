@@ -92,6 +92,11 @@ def _records_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
         raise UserError(
             f"The receipts of {run_dir} are of an older version of e2e-fp8, whose digests were others; verify with that version."
         )
+    if any(r["covered"] == "pieces" for r in of_step):
+        raise UserError(
+            f"The receipt of step {step} of {run_dir} names pieces, as trainer ranks sent them (sync.transport=ranks), and a checkpoint "
+            "holds whole tensors: there is nothing to compare. Use another transport for runs that have to be verified later."
+        )
     return list({r["rank"]: r for r in of_step}.values())
 
 

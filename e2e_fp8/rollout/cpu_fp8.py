@@ -5,7 +5,7 @@ trainer does, products are FP32 sums of 128-wide blocks times both scales, and o
 the router's probability multiplies the *output* of ``down_proj``, as vLLM's GPU kernels do.
 
 Shape legend: ``M`` tokens, ``K`` input and ``N`` output features, ``E`` experts, ``k`` experts per token, ``I`` width of
-an expert, ``H`` hidden size, ``A = M * k`` token-expert assignments.
+an expert, ``H`` hidden size, ``A <= M * k`` token-expert assignments.
 """
 
 from collections.abc import Callable
@@ -107,12 +107,16 @@ def grouped_experts(
     """Output of the chosen experts, weighted and summed: ``[M, H]`` in the dtype of ``x_MH``.
 
     ``w13`` has codes ``[E, 2I, H]`` (gate rows first), ``w2`` ``[E, H, I]``. Each expert sees its tokens in batch order;
-    the activation is ``silu(gate) * up`` with both steps rounded to the dtype of ``x_MH``; the sum runs in FP32.
+    the activation is ``silu(gate) * up`` with both steps rounded to the dtype of ``x_MH``; the sum runs in FP32. An id of -1 is
+    an expert of another rank and adds nothing here.
     """
     operators = operators or ExpertOperators()
     M, top_k = topk_ids_Mk.shape
-    order_A = topk_ids_Mk.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(topk_ids_Mk.reshape(-1), minlength=w13.codes.shape[0]).tolist()
+    ids = topk_ids_Mk.reshape(-1)
+    order_A = ids.argsort(stable=True)[int((ids < 0).sum()) :]
+    if order_A.numel() == 0:
+        return torch.zeros_like(x_MH)
+    counts = torch.bincount(ids[ids >= 0], minlength=w13.codes.shape[0]).tolist()
     token_A = order_A // top_k
     x = quantize(x_MH)
     # Indexing float8 tensors is not implemented everywhere; bytes are.
@@ -124,7 +128,7 @@ def grouped_experts(
         operators.observe(
             {"gate_up": gate_up_A2I, "activation": activation_AI, "down": y_AH, "weights": topk_weights_Mk, "ids": topk_ids_Mk}
         )
-    back_AH = torch.empty_like(y_AH)
+    back_AH = y_AH.new_zeros(M * top_k, y_AH.shape[1])
     back_AH[order_A] = y_AH
     if operators.shared_combine:
         return row_invariant.combine(back_AH.view(M, top_k, -1), topk_weights_Mk)
@@ -168,8 +172,11 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
         return None
 
     def apply(self, layer: Any, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None) -> torch.Tensor:
-        if layer.expert_map is not None or layer.apply_router_weight_on_input:
-            raise EngineError("Block FP8 experts on the CPU support neither expert parallelism nor router weights on the input.")
+        if layer.apply_router_weight_on_input:
+            raise EngineError("Block FP8 experts on the CPU do not support router weights on the input.")
+        if layer.expert_map is not None:
+            # ids of the whole model to those of this rank, -1 for experts of other ranks; vLLM adds up what the ranks return
+            topk_ids = layer.expert_map[topk_ids]
         w13 = BlockScaled(layer.w13_weight, layer.w13_weight_scale_inv, "128x128")
         w2 = BlockScaled(layer.w2_weight, layer.w2_weight_scale_inv, "128x128")
         return grouped_experts(x, topk_weights, topk_ids, w13, w2, self.quantize, self.operators)

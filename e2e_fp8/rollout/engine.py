@@ -59,6 +59,8 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         },
         "disable_log_stats": True,
     }
+    if rollout.expert_parallel:
+        args["enable_expert_parallel"] = True
     if device == "cuda":
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         if rollout.kv_cache_gib is not None:

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import EngineError, LayoutError
 from e2e_fp8.layout import EngineParallel
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
@@ -71,7 +71,14 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self.layout = engine_layout(self.hf_config)
         size, expert = self.parallel_config.tensor_parallel_size, self.parallel_config.enable_expert_parallel
         self.parallel = EngineParallel(tensor=size, expert=expert)
-        self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), size, expert=expert)
+        self.parts: list[RankSlot] = []
+        """This rank's parts of whole Hugging Face tensors."""
+        self._no_parts: LayoutError | None = None
+        """Why this engine cannot be filled from such; the ``ranks`` transport, which moves rows of fused matrices, may do."""
+        try:
+            self.parts = rank_layout(self.hf_config, get_tensor_model_parallel_rank(), size, expert=expert)
+        except LayoutError as error:
+            self._no_parts = error
         self.in_place = self.device.type == "cuda" and self.hf_config.get("quantization_config") is not None
         """Whether live parameters have the checkpoint's layout; elsewhere vLLM repacks them and its reload is used."""
         self.policy_version: int | None = self.hf_config.get(VERSION_KEY)
@@ -99,6 +106,8 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         if init_info.channel == CHANNEL:
             receiver = RankFiller(init_info.parameters, self.hf_config, self.parallel, rank, self.device)
             receiver.look(self._live_now(), all_in_place=self.in_place)
+        elif self._no_parts is not None:
+            raise self._no_parts
         else:
             receiver = open_receiver(init_info.channel, init_info.parameters, rank=1 + rank, device=self.device)
         if isinstance(receiver, DirectReceiver) and self._prepared is not None:

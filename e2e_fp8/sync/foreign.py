@@ -87,11 +87,11 @@ def block_fp8_tensors(
             yield ExportedTensor(name=name, tensor=parameter.detach())
             continue
         if codes is not None:
-            if not parameter._is_2D_scaled:
+            if not getattr(parameter, "_is_2D_scaled", False):
                 raise EngineError(
                     f"{name} is quantized in 1x128 tiles, but vLLM needs 128x128 ones: use a weight quantizer with block_scaling_dim 2."
                 )
-            data, scale_inv = codes.view(E4M3.dtype), parameter._rowwise_scale_inv[:, : -(-codes.shape[1] // TILE)]
+            data, scale_inv = codes.view(E4M3.dtype), parameter._rowwise_scale_inv[:, : -(-codes.shape[1] // TILE)]  # pyright: ignore[reportAttributeAccessIssue]
         else:
             block = quantize_blockwise(
                 parameter.detach().bfloat16(), E4M3, "128x128", power_2_scale=power_2_scale, amax_epsilon=amax_epsilon

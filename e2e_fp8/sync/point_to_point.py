@@ -55,7 +55,7 @@ def transfer_plan(cfg: Config, trainer_ranks: int, spec: Spec) -> Plan:
     return Plan.from_config(
         to_hf_config(cfg.model, None),
         RankGrid.of(cfg.training.parallel, trainer_ranks).layout,
-        EngineParallel(tensor=cfg.rollout.tensor_parallel),
+        EngineParallel(tensor=cfg.rollout.tensor_parallel, expert=cfg.rollout.expert_parallel),
         qkv_order=QKV_ORDER,
         spec=spec,
         fp8=lambda module: plan.training_fp8 and plan.is_fp8(module),

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -43,7 +43,7 @@ class BroadcastGroup:
             self._group = ProcessGroupGloo(prefixed, rank, size, options)
 
     @classmethod
-    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[[], "BroadcastGroup"]]:
+    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[[], Self]]:
         """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone."""
         listener = socket.socket()
         listener.bind((host, 0))
@@ -62,7 +62,7 @@ class BroadcastGroup:
         return port, lambda: cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
 
     @classmethod
-    def join(cls, host: str, port: int, rank: int, size: int, *, device: torch.device, timeout_s: float) -> "BroadcastGroup":
+    def join(cls, host: str, port: int, rank: int, size: int, *, device: torch.device, timeout_s: float) -> Self:
         """Join the trainer's group from an engine rank."""
         store = TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         local = "127.0.0.1" if host == "127.0.0.1" else _address_towards(host, port)

@@ -16,8 +16,9 @@ from e2e_fp8.errors import ByteMismatchError
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.types import ExportedTensor
 
-Covered = Literal["all", "fp8"]
-"""Which of the delivered tensors a receipt compares: all, or FP8 codes and their scales alone."""
+Covered = Literal["all", "fp8", "pieces"]
+"""What a receipt compares of the delivered tensors: all, FP8 codes and their scales alone, or these in the pieces in which trainer
+ranks sent them (the ``ranks`` transport), whose names are no tensors' names."""
 
 TABLE_FORMAT = 1
 _SHOWN = 8

@@ -38,6 +38,7 @@ class Case:
     steps: int = 2
     backend: str = "cpu"
     rollout_tp: int = 1
+    transport: str = "ipc"
     more: dict = field(default_factory=dict)
     """What else the ranks do, see rank_process.py: ``publish``, ``engines``."""
 
@@ -45,7 +46,7 @@ class Case:
     def config(self) -> dict:
         """With an epsilon of 1, Adam's update is proportional to the gradient, so that a wrong factor shows and a flipped sign of
         a tiny gradient does not."""
-        served = {"rollout": {"placement": "server", "tensor_parallel": self.rollout_tp}, "sync": {"transport": "ipc"}}
+        served = {"rollout": {"placement": "server", "tensor_parallel": self.rollout_tp}, "sync": {"transport": self.transport}}
         return (served if self.rollout_tp > 1 else {}) | {
             "model": {**MODEL, **self.model},
             "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
@@ -117,10 +118,30 @@ def whole_weights(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return found | {name: torch.from_numpy(values).view(torch.bfloat16).squeeze(-1) for name, values in high.items()}
 
 
-def engine_reference(case: Case, weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+def engine_reference(
+    case: Case, weights: dict[str, torch.Tensor], rank: int, size: int, *, expert: bool = False
+) -> dict[str, torch.Tensor]:
     """Every parameter of one engine rank by vLLM's names; FP8 codes as uint8."""
-    found = fused_reference.fused_fp8(model_of(case) | {"model_type": model_of(case)["architecture"]}, weights, rank, size)
+    found = fused_reference.fused_fp8(model_of(case) | {"model_type": model_of(case)["architecture"]}, weights, rank, size, expert=expert)
     for name, tensor in weights.items():
         if tensor.dtype == torch.bfloat16:
             found[name] = tensor.chunk(size)[rank] if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor
+    return found
+
+
+def native_reference(case: Case, folder: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
+    """As :func:`engine_reference`, every FP8 parameter quantized as the fused matrix that the engine rank holds."""
+    whole = sharding_reference.gather(masters(held(folder, case.world, "end")), model_of(case), case.parallel)
+    rounded = {name: torch.from_numpy(values).view(torch.float32).bfloat16() for name, values in whole.items()}
+    config = model_of(case) | {"model_type": model_of(case)["architecture"]}
+    found = {}
+    for name, fused in fused_reference.fused_fp8(config, rounded, rank, size, kinds=["weight"]).items():
+        matrices = fused.float().reshape(-1, *fused.shape[-2:])
+        parts = [
+            blockwise_reference.quantize(one.numpy(), "e4m3", "128x128", False, 0.0, float(torch.finfo(torch.bfloat16).max))[:2]
+            for one in matrices
+        ]
+        codes, scales = (torch.from_numpy(np.stack(each)) for each in zip(*parts, strict=True))
+        found[name] = codes.reshape(fused.shape)
+        found[f"{name}_scale_inv"] = scales.reshape(*fused.shape[:-2], *scales.shape[1:])
     return found

@@ -4,11 +4,11 @@
     rank_process.py                                     one job for each line ``N PORT OUT`` on standard input
 
 The second form imports Megatron once and forks the ranks of each job, because imports take longer than the jobs. A case may ask
-for more: ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to which rank 0 delivers the gathered
-tensors; ``engines``, the number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles
-in messages of ``max_bytes``; ``publish_ranks``, servers into which every rank sends its own rows; ``victim``, the rank that is
-killed after two of them; ``drive``, see drive_ranks.py; ``critic``, a value model that starts from the trainer's weights and is
-trained beside it.
+for more: ``gather: false``, no whole tensors at all; ``publish``, a list of servers (``url``, ``token_file``, ``policy_version``) to
+which rank 0 delivers the gathered tensors; ``publish_ranks``, servers into which every rank sends its own rows; ``engines``, the
+number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles in messages of
+``max_bytes``; ``victim``, the rank that is killed after two of them; ``drive``, see drive_ranks.py; ``critic``, a value model that
+starts from the trainer's weights and is trained beside it.
 """
 
 import json
@@ -105,7 +105,7 @@ def main(case: dict, out: Path) -> None:
     stats = {f"log_probs/{i}": s.log_probs.cpu() for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
-    gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)}
+    gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)} if case.get("gather", True) else {}
     record = [{"loss": r.metrics["loss"], "entropy": r.metrics["entropy"], "grad_norm": r.grad_norm, "skipped": r.skipped} for r in reports]
     (out / f"reports-{rank}.json").write_text(json.dumps(record))
     if rank == 0:
@@ -162,10 +162,12 @@ def publish(tensors: dict[str, torch.Tensor], url: str, token_file: str, policy_
     publisher.close()
 
 
-def publish_from_ranks(engine: MegatronEngine, cfg: Config, out: Path, url: str, token_file: str, size: int, versions: list[int]) -> None:
-    """Every rank sends its own rows into a server of ``size`` ranks; raises unless every piece arrived everywhere."""
-    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"tensor_parallel": size, "timeout_s": 60.0})})
-    control = UpdateControl(url, Path(token_file).read_text(), timeout_s=60) if engine.rank == 0 else None
+def publish_from_ranks(
+    engine: MegatronEngine, cfg: Config, out: Path, name: str, url: str, token_file: str, rollout: dict, versions: list[int]
+) -> None:
+    """Every rank sends its own rows into a server of the sizes in ``rollout``; raises unless every piece arrived everywhere."""
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=rollout | {"timeout_s": 600.0})})
+    control = UpdateControl(url, Path(token_file).read_text(), timeout_s=600) if engine.rank == 0 else None
     publisher = rank_publisher(engine, cfg, control)
     publisher._max_bytes = 256 << 10
     tensors, scales = by_chunk(engine.named_local_weights(), engine.layout_of(engine.rank))
@@ -173,7 +175,7 @@ def publish_from_ranks(engine: MegatronEngine, cfg: Config, out: Path, url: str,
         for version in versions:
             report = publisher.publish(tensors, scales, policy_version=version)
             assert report.receipt is not None
-    (out / f"published-{size}-{engine.rank}.json").write_text(
+    (out / f"published-{name}-{engine.rank}.json").write_text(
         json.dumps({"bytes": report.num_bytes, "digest": report.receipt.combined, "largest_allocation": seen.largest})
     )
     publisher.close()

@@ -40,7 +40,9 @@ class ShowingExtension(WorkerExtension):
         return {}
 
 
-def case_config(architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_parallel: int = 1, **model: Any) -> Config:
+def case_config(
+    architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_parallel: int = 1, expert_parallel: bool = False, **model: Any
+) -> Config:
     return Config.model_validate(
         {
             "model": {"architecture": architecture, **model},
@@ -52,6 +54,7 @@ def case_config(architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_
                 "max_num_seqs": 32,
                 "kv_cache_gib": 1,
                 "tensor_parallel": tensor_parallel,
+                "expert_parallel": expert_parallel,
             },
             "sync": {"transport": "ipc"},
             "run": {"backend": device, "seed": 3},
@@ -77,7 +80,7 @@ def start_server(cfg: Config, model: Path, folder: Path, *, devices: str | None 
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     if devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = devices
-    return ServerProcess(flags, environ, folder, timeout_s=400)
+    return ServerProcess(flags, environ, folder, timeout_s=800)
 
 
 def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> list[int]:
@@ -138,10 +141,10 @@ class Served:
         return trainer
 
 
-def assert_live(served: Served, weights: dict[str, torch.Tensor], *, rank: int = 0, size: int = 1) -> None:
+def assert_live(served: Served, weights: dict[str, torch.Tensor], *, rank: int = 0, size: int = 1, expert: bool = False) -> None:
     """Every FP8 parameter of a rank has the bytes that the slow reference cuts out of ``weights``."""
     config = json.loads((served.model / "config.json").read_text())
-    live, expected = served.live_bytes(rank), fused_fp8(config, weights, rank, size)
+    live, expected = served.live_bytes(rank), fused_fp8(config, weights, rank, size, expert=expert)
     assert len(expected) == 2 * 4 * config["num_hidden_layers"]
     for name, tensor in expected.items():
         assert torch.equal(live[name].view(tensor.dtype), tensor), (rank, name)

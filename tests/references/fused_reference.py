@@ -4,6 +4,8 @@ Written from vLLM's documented layouts alone: q, k, v and gate, up one below the
 cut by rows of each part, row-parallel ones by columns, embeddings by padded rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -15,12 +17,23 @@ def _columns(weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return weight.view(torch.uint8 if weight.element_size() == 1 else weight.dtype).chunk(size, dim=1)[rank]
 
 
-def fused_fp8(config: dict, weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
-    """vLLM parameter name -> bytes (uint8 for FP8 codes, float32 for scales) of every FP8 layer at one rank."""
+def fused_fp8(
+    config: dict,
+    weights: dict[str, torch.Tensor],
+    rank: int,
+    size: int,
+    *,
+    expert: bool = False,
+    kinds: Sequence[str] = ("weight", "weight_scale_inv"),
+) -> dict[str, torch.Tensor]:
+    """vLLM parameter name -> bytes (uint8 for FP8 codes, float32 for scales) of every FP8 layer at one rank.
+
+    With ``expert`` each rank holds an equal number of neighbouring experts, whole.
+    """
     found: dict[str, torch.Tensor] = {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for kind in ("weight", "weight_scale_inv"):
+        for kind in kinds:
 
             def get(module: str, kind: str = kind, prefix: str = prefix) -> torch.Tensor:
                 return weights[f"{prefix}{module}.{kind}"]
@@ -37,9 +50,11 @@ def fused_fp8(config: dict, weights: dict[str, torch.Tensor], rank: int, size: i
                 found[f"{prefix}mlp.down_proj.{kind}"] = _columns(get("mlp.down_proj"), rank, size)
                 continue
             w13, w2 = [], []
-            for e in range(config["num_experts"]):
-                w13.append(torch.cat([_rows(get(f"mlp.experts.{e}.{n}_proj"), rank, size) for n in ("gate", "up")]))
-                w2.append(_columns(get(f"mlp.experts.{e}.down_proj"), rank, size))
+            each = config["num_experts"] // size if expert else config["num_experts"]
+            cut = (0, 1) if expert else (rank, size)
+            for e in range(rank * each, rank * each + each) if expert else range(each):
+                w13.append(torch.cat([_rows(get(f"mlp.experts.{e}.{n}_proj"), *cut) for n in ("gate", "up")]))
+                w2.append(_columns(get(f"mlp.experts.{e}.down_proj"), *cut))
             found[f"{prefix}mlp.experts.routed_experts.w13_{kind}"] = torch.stack(w13)
             found[f"{prefix}mlp.experts.routed_experts.w2_{kind}"] = torch.stack(w2)
     return found

@@ -167,6 +167,15 @@ def test_every_wrong_field_gets_its_own_line():
             {"sync": {"transport": "shared"}, "numerics": {"training_precision": "bf16"}},
             ("sync.transport is shared", "training_precision is bf16", "sync.transport=local"),
         ),
+        (
+            {"rollout": {"placement": "server"}, "sync": {"transport": "ranks"}, "numerics": {"training_precision": "bf16"}},
+            ("sync.transport is ranks", "training_precision is bf16", "sync.transport=nccl"),
+        ),
+        ({"sync": {"transport": "ranks"}}, ("sync.transport is ranks", "in_process", "rollout.placement to server")),
+        (
+            {"rollout": {"placement": "server", "expert_parallel": True}, "sync": {"transport": "ipc"}},
+            ("rollout.expert_parallel is true", "rollout.tensor_parallel is 1", "at least one to each"),
+        ),
     ],
 )
 def test_cross_field_mistakes_name_the_rule_and_the_remedy(values, parts):
@@ -220,6 +229,15 @@ def test_tile_rule_agrees_with_module_shapes(architecture, hidden, width, head_d
 TP2_MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 256}
 SERVED = {"rollout": {"placement": "server", "tensor_parallel": 2}, "sync": {"transport": "ipc"}}
 BF16_TRAINING = {"numerics": {"training_precision": "bf16"}}
+
+
+def test_tiles_that_a_checkpoint_cannot_hold_pass_from_rank_to_rank_alone():
+    """K and V of one 64-wide head share a tile at each rank of both sides."""
+    shared = {"model": TP2_MODEL | {"head_dim": 64}, "training": {"parallel": {"tensor": 2}}}
+    assert "self_attn.qkv_proj.weight: tiles of" in refusal(SERVED | shared)
+    assert parse_config(SERVED | shared | {"sync": {"transport": "ranks"}}).model.head_dim == 64
+    alone = shared | {"training": {"parallel": {"tensor": 1}}}
+    assert "k_proj.weight at rows 64" in refusal(SERVED | alone | {"sync": {"transport": "ranks"}})
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,21 @@ def test_each_token_sees_only_its_own_experts():
     assert changed.tolist() == [3 in row for row in ids.tolist()]
 
 
+@pytest.mark.parametrize("first", [0, 2, EXPERTS])
+def test_experts_of_other_ranks_add_nothing(first):
+    """A rank that holds experts ``first ..``: the bits of all experts when the others' probabilities are zero."""
+    w13, _ = expert_weights(2 * WIDTH, HIDDEN)
+    w2, _ = expert_weights(HIDDEN, WIDTH)
+    x, ids = torch.randn(40, HIDDEN).bfloat16(), torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(40)])
+    probabilities = torch.rand(40, 3)
+    expert_map = torch.tensor([-1] * first + list(range(EXPERTS - first)), dtype=torch.int32)
+    mine = [BlockScaled(w.codes[first:], w.scale_inv[first:], "128x128") for w in (w13, w2)]
+    found = cpu_fp8.grouped_experts(x, probabilities, expert_map[ids], *mine, quantizer())
+    expected = cpu_fp8.grouped_experts(x, probabilities * (ids >= first), ids, w13, w2, quantizer())
+    assert torch.equal(found, expected)
+    assert bool(found.any()) == (first < EXPERTS)
+
+
 def test_activation_scales_follow_the_configured_rounding():
     x = torch.randn(3, HIDDEN).bfloat16()
     exact, power = quantizer()(x), quantizer(power_2_scale=True)(x)
