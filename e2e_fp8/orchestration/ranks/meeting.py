@@ -11,11 +11,22 @@ from typing import Any
 from torch.distributed.rendezvous import rendezvous
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import RankError
+from e2e_fp8.errors import ConfigError, RankError
+from e2e_fp8.rank_grid import RankGrid
 
 _PATIENCE = timedelta(minutes=30)
 _CONFIG, _TOLD = "e2e_fp8/config", "e2e_fp8/told"
 _store: Any = None
+
+
+def check_ranks(cfg: Config, world: int) -> None:
+    """Raises ConfigError when parallel sizes do not fit ``world`` ranks, or rank 0 of several would start vLLM in its own process."""
+    RankGrid.of(cfg.training.parallel, world)
+    if world > 1 and cfg.rollout.placement == "in_process":
+        raise ConfigError(
+            f"rollout.placement is in_process, but the job has {world} ranks: vLLM would build its process groups over all of them and "
+            "wait forever. Set rollout.placement=server and sync.transport=ipc (or nccl, for GPUs that the trainer does not use)."
+        )
 
 
 def _meet() -> Any:
