@@ -201,12 +201,15 @@ def train_config(args: argparse.Namespace) -> "Config":
 
 def _train(args: argparse.Namespace) -> int:
     cfg = train_config(args)
+    from e2e_fp8.orchestration.ranks.meeting import check_ranks, is_first_to_tell
+    from e2e_fp8.training.parallel import world_size
+
+    check_ranks(cfg, world_size())
     # the environment is set before anything imports Megatron-Core, Transformer Engine or vLLM
     from e2e_fp8.orchestration.environment import prepare
 
     cfg = prepare(cfg)
     from e2e_fp8.orchestration.loop import train
-    from e2e_fp8.orchestration.ranks.meeting import is_first_to_tell
 
     try:
         print(train(cfg))

@@ -10,8 +10,11 @@ the trainer's state, the step number, a curriculum's levels and calibrated clip 
 functions of those.
 """
 
+import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,17 +46,39 @@ class Interrupted(KeyboardInterrupt):
     """Raised between steps after Ctrl-C, once the checkpoint is written."""
 
 
+class StepAbandoned(KeyboardInterrupt):
+    """A stop was asked for while the step had not touched the weights yet. No Exception, which asyncio would keep to itself."""
+
+
 class StopFlag:
     """Ctrl-C or SIGTERM asks for a stop at the next step boundary; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._may_abandon = False
         self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if self._may_abandon:
+            raise StepAbandoned
+
+    @contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Under torchrun a stop ends the block at once with StepAbandoned: torchrun kills its ranks 30 seconds after the signal, and
+        a rollout may take longer. Elsewhere the block is finished."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            yield
+            return
+        self._may_abandon = True
+        try:
+            if self.requested:
+                raise StepAbandoned
+            yield
+        finally:
+            self._may_abandon = False
 
     def restore(self) -> None:
         """Put the previous handlers back."""
@@ -90,6 +115,8 @@ class Run:
         """Duration of a checkpoint not yet logged: it is written after its step's record, so the next record carries it."""
         self.boundary_versions = self._versions()
         """At the last step boundary; a failure later in a step is saved only if the weights are still those."""
+        self.boundary_curriculum = self._curriculum_state()
+        """Levels at the last step boundary, which a failed step may have moved."""
 
     @property
     def warm_steps(self) -> int:
@@ -156,6 +183,11 @@ class Run:
         for alarm in self.health.observe(self.global_step, record):
             self.progress.note(f"ALARM {alarm}")
         self.boundary_versions = self._versions()
+        self.boundary_curriculum = self._curriculum_state()
+
+    def _curriculum_state(self) -> dict[str, Any] | None:
+        curriculum = self.session.task.curriculum
+        return None if curriculum is None else curriculum.state_dict()
 
     def checkpoint(self) -> None:
         """Write the state after the current step, once."""
@@ -167,8 +199,8 @@ class Run:
             "seconds": self._seconds(),
             "clip_state": self.session.clip_state.state_dict(),
         }
-        if self.session.task.curriculum is not None:
-            state["curriculum"] = self.session.task.curriculum.state_dict()
+        if self.boundary_curriculum is not None:
+            state["curriculum"] = self.boundary_curriculum
         self.store.save(self.global_step, state, self.session.write_shares)
         self.checkpoint_seconds = time.perf_counter() - started
         self.receipts.keep(self.store.steps())
@@ -177,14 +209,29 @@ class Run:
         """Between steps: honour Ctrl-C with a checkpoint."""
         if self.stop.requested:
             self.checkpoint()
-            raise Interrupted(f"stopped after step {self.global_step}; continue with --resume")
+            raise self._interrupted()
+
+    def _interrupted(self) -> Interrupted:
+        return Interrupted(f"stopped after step {self.global_step}; continue with --resume")
 
     def _on_warm_step(self, step: int, record: dict[str, float]) -> None:
         self.log(record)
         self.stop_if_asked()
 
     def execute(self) -> None:
-        """Warm start, then RL, with evaluation and checkpoints."""
+        """Warm start, then RL, with evaluation and checkpoints.
+
+        Raises:
+            Interrupted: a stop was asked for; the steps done are saved.
+        """
+        try:
+            self._execute()
+        except StepAbandoned:
+            if self.global_step:
+                self.checkpoint()
+            raise self._interrupted() from None
+
+    def _execute(self) -> None:
         warm_start(self.session, self.global_step, self._on_warm_step)
         if self.cfg.objective.kl_coef > 0 and self.session.reference is None:
             self.session.make_reference()
@@ -192,6 +239,8 @@ class Run:
             self.session.make_critic(None)
         first = self.global_step - self.warm_steps
         self.progress.note("starting the rollout engine")
+        with self.stop.abandoning():
+            self.session.start_rollout()
         self._record_sync(self.session.sync(), self.global_step)
         if first == 0 and self.cfg.run.eval_interval:
             self._log_start()
@@ -210,7 +259,7 @@ class Run:
         timer = PhaseTimer()
         last = step + 1 == self.cfg.run.steps
         evaluated = self._due(self.cfg.run.eval_interval, step, last)
-        outcome = run_step(self.session, step, timer, census=evaluated)
+        outcome = run_step(self.session, step, timer, self.stop.abandoning(), census=evaluated)
         if self.checkpoint_seconds is not None:
             outcome.record["time/checkpoint"] = self.checkpoint_seconds
             self.checkpoint_seconds = None

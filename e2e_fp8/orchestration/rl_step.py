@@ -1,6 +1,7 @@
 """One reinforcement-learning step: roll out, reward, old log-probs and values, correction, updates, sync."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from e2e_fp8.config.root import Config
@@ -31,13 +32,17 @@ class StepOutcome:
     sync: SyncReport
 
 
-def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) -> StepOutcome:
+def run_step(
+    session: Session, step: int, timer: PhaseTimer, sampling: AbstractContextManager[None] | None = None, *, census: bool
+) -> StepOutcome:
     """One whole step from the current weights; the engine holds the new weights at the end.
 
-    With ``census``, tile statistics of the update are added to the record (slower).
+    ``sampling`` is entered around rollout and rewards, after which the weights change. With ``census``, tile statistics of the update
+    are added to the record (slower).
     """
     cfg, trained_version = session.cfg, session.trainer.policy_version
-    collected = collect(session, step, timer)
+    with sampling or nullcontext():
+        collected = collect(session, step, timer)
     update = _train_on(session, step, collected.kept, timer, census=census) if collected.kept else _nothing_to_train_on(session)
     with timer("sync"):
         sync = session.sync()

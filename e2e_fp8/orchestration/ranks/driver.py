@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import ConfigError
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
-from e2e_fp8.orchestration.ranks.meeting import hand_over
+from e2e_fp8.orchestration.ranks.meeting import check_ranks, hand_over
 from e2e_fp8.protocols import LossFn
 from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.training.engine import MegatronEngine, select_ground
@@ -168,29 +167,12 @@ def lead(cfg: Config) -> DrivingEngine:
     """On rank 0 of several: meet the others, hand ``cfg`` over, build the trainer on all.
 
     Raises:
+        ConfigError: see :func:`check_ranks`.
         RankError: the others do not come, or one ends.
     """
+    check_ranks(cfg, world_size())
     hand_over(cfg)
     return DrivingEngine(cfg, connect(cfg, RankGrid.of(cfg.training.parallel, world_size())))
-
-
-def check_ranks(cfg: Config, world: int) -> None:
-    """Refuse what ``world`` ranks cannot run.
-
-    Raises:
-        ConfigError: parallel sizes do not fit, rank 0 of several would start vLLM in its own process, or several would train a critic.
-    """
-    RankGrid.of(cfg.training.parallel, world)
-    if world > 1 and cfg.rollout.placement == "in_process":
-        raise ConfigError(
-            f"rollout.placement is in_process, but the job has {world} ranks: vLLM would build its process groups over all of them and "
-            "wait forever. Set rollout.placement=server and sync.transport=ipc (or nccl, for GPUs that the trainer does not use)."
-        )
-    if world > 1 and cfg.objective.advantage == "gae":
-        raise ConfigError(
-            f"objective.advantage is gae, but the job has {world} ranks: a critic trains in the loop of one rank only. Set advantage to "
-            "group, or start one rank."
-        )
 
 
 def connect(cfg: Config, grid: RankGrid) -> RankChannel:
