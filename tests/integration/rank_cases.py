@@ -40,7 +40,7 @@ class Case:
     rollout_tp: int = 1
     transport: str = "ipc"
     more: dict = field(default_factory=dict)
-    """What else the ranks do, see rank_process.py: ``publish``, ``engines``."""
+    """What else the ranks do, see rank_process.py: ``publish``, ``engines``, ``replay``."""
 
     @property
     def config(self) -> dict:
@@ -51,12 +51,14 @@ class Case:
             "model": {**MODEL, **self.model},
             "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
             "run": {"backend": self.backend},
-            "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0},
+            "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0}
+            | ({"router_replay": {"mode": self.more["replay"]}} if "replay" in self.more else {}),
         }
 
     def alone(self) -> "Case":
         """The same on one rank."""
-        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend)
+        more = {name: self.more[name] for name in ("replay",) if name in self.more}
+        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend, more=more)
 
 
 def free_port() -> int:

@@ -8,9 +8,11 @@ for more: ``gather: false``, no whole tensors at all; ``publish``, a list of ser
 which rank 0 delivers the gathered tensors; ``publish_ranks``, servers into which every rank sends its own rows; ``engines``, the
 number of engine ranks that are forked beside the trainer's, to which each rank sends its own rectangles in messages of
 ``max_bytes``; ``victim``, the rank that is killed after two of them; ``drive``, see drive_ranks.py; ``critic``, a value model that
-starts from the trainer's weights and is trained beside it.
+starts from the trainer's weights and is trained beside it; ``replay``, a mode of router replay: each token's routing is then random,
+and what every router used is written.
 """
 
+import itertools
 import json
 import math
 import os
@@ -51,9 +53,35 @@ from e2e_fp8.types import ExportedTensor, PackedBatch, TokenStats
 from e2e_fp8.update.value import make_value_loss_fn
 
 
-def batches_of(case: dict, vocab: int) -> list[PackedBatch]:
+def batches_of(case: dict, cfg: Config) -> list[PackedBatch]:
     generator = torch.Generator().manual_seed(case["seed"])
-    return [random_batch(lengths, vocab, generator) for lengths in case["microbatches"]]
+    batches = [random_batch(lengths, cfg.model.vocab_size, generator) for lengths in case["microbatches"]]
+    return [with_routing(batch, cfg, generator) for batch in batches] if "replay" in case else batches
+
+
+def with_routing(batch: PackedBatch, cfg: Config, generator: torch.Generator) -> PackedBatch:
+    """Random routing, of which one token in eight is not covered in one layer or another."""
+    shape = (len(batch.token_ids), cfg.model.num_hidden_layers, cfg.model.num_experts)
+    ids = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : cfg.model.num_experts_per_tok].int()
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
+    mask = torch.rand(shape[:2], generator=generator) > 1 / 16
+    given = weights / weights.sum(dim=2, keepdim=True) if cfg.training.router_replay.needs_gate_weights else None
+    return replace(batch, routed_experts=ids, routed_weights=given, replay_mask=mask)
+
+
+def watch_routers(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """Routing map and gate weights of every router, filled by each forward pass in turn: ``routing/PASS/LAYER``."""
+    found: dict[str, torch.Tensor] = {}
+    for layer in (layer for chunk in engine.chunks for layer in chunk.decoder.layers):
+        passes = itertools.count()
+
+        def see(module, given, result, layer=layer.layer_number - 1, passes=passes):
+            number = next(passes)
+            found[f"routing/{number}/{layer}"] = result[1].cpu().to(torch.uint8)
+            found[f"weights/{number}/{layer}"] = result[0].detach().cpu().clone()
+
+        layer.mlp.router.register_forward_hook(see)
+    return found
 
 
 def random_batch(lengths: list[int], vocab: int, generator: torch.Generator) -> PackedBatch:
@@ -98,11 +126,13 @@ def main(case: dict, out: Path) -> None:
     engine = MegatronEngine(cfg)
     rank = dist.get_rank()
     save_file(held(engine), out / f"start-{rank}.safetensors")
-    batches = batches_of(case, cfg.model.vocab_size)
+    batches = batches_of(case, cfg)
     denominator = float(sum(b.loss_mask.sum() for b in batches))
     mine = share_of(batches, engine.grid.place(rank).data, engine.grid.data)
     engine.set_learning_rate(case["learning_rate"])
+    routed = watch_routers(engine) if "replay" in case else {}
     stats = {f"log_probs/{i}": s.log_probs.cpu() for i, s in enumerate(engine.token_stats(mine))} if case["steps"] else {}
+    stats |= routed
     reports = [engine.train_step(mine, nll, denominator) for _ in range(case["steps"])]
     save_file({**held(engine), **stats}, out / f"end-{rank}.safetensors")
     gathered = {entry.name: entry.tensor.cpu() for entry in exported_tensors(engine, cfg)} if case.get("gather", True) else {}

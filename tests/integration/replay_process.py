@@ -1,4 +1,4 @@
-"""Router replay between a real engine and a real trainer in one process: ``replay_process.py OUT_DIR`` writes ``result.pt``.
+"""Router replay between a real engine and a real trainer in one process: ``replay_process.py OUT_DIR {cpu|cuda}`` writes ``result.pt``.
 
 One engine serves everything, because a process can start one: samples with prefix-cache hits and preemptions, log-probs with and
 without replay, and three RL steps, two of them twice, from one state of the trainer.
@@ -35,7 +35,6 @@ OVERRIDES = (
     "rollout.max_model_len=128",
     "task.train_size=64",
     "task.held_out_size=8",
-    "run.backend=cpu",
     "run.threads=1",
 )
 
@@ -57,8 +56,8 @@ def own_choices(session: Session, sample: Sample) -> torch.Tensor:
     hooks = [layer.hook for layer in session.trainer.router_replays.layers]
     for hook in hooks:
         hook.set_router_replay_action(RouterReplayAction.RECORD)
-    session.trainer.token_stats(pack_samples([sample], torch.ones(1), max_tokens=4096, device="cpu"))
-    found = torch.stack([hook.get_recorded_indices() for hook in hooks], dim=1)
+    session.trainer.token_stats(pack_samples([sample], torch.ones(1), max_tokens=4096, device=session.trainer.device))
+    found = torch.stack([hook.get_recorded_indices().cpu() for hook in hooks], dim=1)
     for hook in hooks:
         hook.stop()
     return found
@@ -70,7 +69,7 @@ def log_prob_differences(session: Session, samples: list[Sample], mode: str) -> 
     if mode != "disabled":
         routings = [routing_of(s, session.cfg) for s in samples]
         routings = routings if mode == "R3_weights_order" else [replace(r, weights=None) for r in routings]
-    batches = pack_samples(samples, torch.ones(len(samples)), max_tokens=4096, device="cpu", routings=routings)
+    batches = pack_samples(samples, torch.ones(len(samples)), max_tokens=4096, device=session.trainer.device, routings=routings)
     values = response_values(
         batches, [s.log_probs - b.rollout_log_probs for s, b in zip(session.trainer.token_stats(batches), batches, strict=True)]
     )
@@ -88,13 +87,13 @@ def steps(session: Session, first: int, last: int) -> list[dict[str, float]]:
 
 def masters(session: Session) -> dict[str, torch.Tensor]:
     """A copy of every FP32 master."""
-    return {name: master.clone() for name, master in session.trainer.named_masters()}
+    return {name: master.to("cpu", copy=True) for name, master in session.trainer.named_masters()}
 
 
-def main(out: Path) -> None:
+def main(out: Path, device: str) -> None:
     """Sample, compare, train."""
     few_blocks()
-    session = open_session(load_config(CONFIG, OVERRIDES), out / "model")
+    session = open_session(load_config(CONFIG, [*OVERRIDES, f"run.backend={device}"]), out / "model")
     result: dict = {}
     try:
         session.sync()
@@ -118,4 +117,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

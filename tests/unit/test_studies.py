@@ -324,7 +324,7 @@ def test_numbers_and_curves_behind_the_page(page):
 
 
 def test_a_page_written_twice_is_the_same(page):
-    runs, path, folder = page
+    _, path, folder = page
     before = path.read_text()
     write_page(load_study(folder / "trial.yaml"), folder / "trial.yaml", "cpu", folder / "out", folder / "docs")
     assert path.read_text() == before
