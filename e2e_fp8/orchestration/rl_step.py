@@ -10,6 +10,7 @@ from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
+from e2e_fp8.orchestration.memory_probe import memory_metrics
 from e2e_fp8.orchestration.scoring import mismatch, score
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.shadow_pass import ShadowPass
@@ -48,6 +49,7 @@ def run_step(session: Session, step: int, timer: PhaseTimer, *, census: bool) ->
     hit_rate = session.start_rollout().prefix_cache_hit_rate
     if hit_rate is not None:
         record["rollout/prefix_cache_hit_rate"] = hit_rate
+    record |= memory_metrics(session)
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
     record["learning_rate"] = warmed_up(cfg.training.learning_rate, step, cfg.training.warmup_steps)
