@@ -67,6 +67,7 @@ REWARD_PARTS = {
     "math": "math-verify",
     "code": "unit tests",
     "judge": "a language model",
+    "reward_model": "a served reward model",
     **{f"user_{i}": f"user function {i} in the order of task.reward_weights" for i in range(1, 9)},
 }
 _REWARD = {
