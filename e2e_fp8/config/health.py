@@ -46,6 +46,15 @@ class HealthConfig(Section):
         description="Alarm when more than this share of tokens has p_train / p_rollout outside [1/C, C], C being "
         "correction.rollout_is_threshold.",
     )
+    memory_imbalance: float | None = Field(
+        default=1.25, gt=1, description="Alarm when a rank of trainer or server uses more than this many times the ranks' mean."
+    )
+    memory_growth: float | None = Field(
+        default=0.3, gt=0, description="Alarm when a process has grown by more than this share since the second window of steps (a leak)."
+    )
+    memory_full: float | None = Field(
+        default=0.95, gt=0, lt=1, description="Alarm when more than this share of host or device memory is in use."
+    )
     tile_saturation: float | None = Field(
         default=0.05,
         gt=0,

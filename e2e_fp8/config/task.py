@@ -37,6 +37,32 @@ class JudgeConfig(Section):
     retries: int = Field(default=3, ge=0, description="Further tries after a time-out, a refused connection, status 429 or 5xx.")
 
 
+class RewardModelConfig(Section):
+    """A served reward model (reward ``reward_model``), such as ``vllm serve MODEL --runner pooling``; key in E2E_FP8_REWARD_MODEL_KEY."""
+
+    url: str | None = Field(default=None, description="Address of the server without the endpoint, such as http://HOST:PORT.")
+    model: str = Field(default="", description="Name of the model at the server.")
+    endpoint: Literal["classify", "score", "pooling"] = Field(
+        default="classify",
+        description="classify: a class of a sequence classifier; score: a cross encoder's score of prompt and response; pooling: a number "
+        "of a reward head, the last token's where it gives one a token.",
+    )
+    template: str = Field(
+        default="{prompt}{response}",
+        description="Text that classify and pooling see; {prompt}, {answer} and {response} are filled in.",
+    )
+    class_index: int = Field(default=-1, description="Which number of the answer is the reward, as Python counts; -1 is the last.")
+    activation: bool | None = Field(
+        default=None, description="Whether the server applies sigmoid or softmax; null leaves it to the server, which applies it."
+    )
+    factor: float = Field(default=1.0, description="Multiplies the number.")
+    smallest: float = Field(default=-10.0, description="Rewards below are cut, after the factor.")
+    largest: float = Field(default=10.0, description="Rewards above are cut, after the factor.")
+    parallel: int = Field(default=16, ge=1, description="Requests under way at once, without reward_workers.")
+    timeout_s: float = Field(default=60.0, gt=0, description="Time of one request in seconds.")
+    retries: int = Field(default=3, ge=0, description="Further tries after a time-out, a refused connection, status 429 or 5xx.")
+
+
 class CurriculumConfig(Section):
     """Difficulty that follows the success rate, for each reasoning-gym data set by itself; levels survive a resume."""
 
@@ -79,8 +105,8 @@ class TaskConfig(Section):
     answer_field: str = Field(default="answer", description="Column with the reference answer (kind file).")
     reward: str = Field(
         default="verifier",
-        description="verifier (the task's own), math (math-verify), code (unit tests), judge (a language model), or "
-        "package.module:function.",
+        description="verifier (the task's own), math (math-verify), code (unit tests), judge (a language model), "
+        "reward_model (a served reward model), or package.module:function.",
     )
     reward_weights: dict[str, float] = Field(
         default_factory=dict,
@@ -96,6 +122,7 @@ class TaskConfig(Section):
     tools: ToolConfig = Field(default=ToolConfig(), description="Tools that a response may call.")
     code: CodeConfig = Field(default=CodeConfig(), description="Unit tests of code responses.")
     judge: JudgeConfig = Field(default=JudgeConfig(), description="Language model as judge.")
+    reward_model: RewardModelConfig = Field(default=RewardModelConfig(), description="Served reward model.")
     train_size: int = Field(default=2048, ge=1, description="Training prompts generated or read; of each data set and level if several.")
     held_out_size: int = Field(default=128, ge=1, description="Held-out prompts, disjoint from training; over all data sets and levels.")
     seed: int = Field(default=1, ge=0, description="Seed of the procedural generator and of the split.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from e2e_fp8.config.task import TaskConfig
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-BUILT_IN_REWARDS = ("verifier", "math", "code", "judge")
+BUILT_IN_REWARDS = ("verifier", "math", "code", "judge", "reward_model")
 MAX_USER_REWARDS = 8
 _CALLABLE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 
@@ -382,5 +382,13 @@ def _check_rewards(t: "TaskConfig") -> None:
         raise ConfigError(f"task.reward_weights has more than {MAX_USER_REWARDS} import paths: combine some in one function.")
     if any(not math.isfinite(weight) for weight in t.reward_weights.values()):
         raise ConfigError(f"task.reward_weights is {t.reward_weights}: weights must be finite numbers.")
+    model = t.reward_model
+    if "reward_model" in names and (not model.url or not model.model):
+        raise ConfigError("the reward reward_model needs task.reward_model.url and model: give the server and the name of its model.")
+    if not model.smallest < model.largest or not math.isfinite(model.factor):
+        raise ConfigError(
+            f"task.reward_model.smallest is {model.smallest}, largest {model.largest} and factor {model.factor}: the first must be below "
+            "the second, and the factor finite."
+        )
     if "judge" in names and (not t.judge.url or not t.judge.model):
         raise ConfigError("the reward judge needs task.judge.url and task.judge.model: give the endpoint and the name of its model.")

@@ -173,6 +173,27 @@ def _cache_share(records: Records, window: int) -> Series:
     return [(step, value / top) for (step, value), top in zip(means, best, strict=True) if top > 0]
 
 
+def _worst(records: Records, names: Sequence[str]) -> Series:
+    """Largest of the metrics that a step has."""
+    measured = [(r["step"], [r[name] for name in names if name in r and math.isfinite(r[name])]) for r in records]
+    return [(step, max(values)) for step, values in measured if values]
+
+
+def memory_growth(records: Records, window: int) -> Series:
+    """Growth of the process that grew most: the least of the last ``window`` steps over the least of the second window, minus 1.
+
+    The least, as a checkpoint or an evaluation needs more for a moment; the second window, as caches fill in the first.
+    """
+    series: dict[float, float] = {}
+    for name in ("memory/trainer_host_gib", "memory/engine_host_gib", "memory/trainer_device_gib"):
+        values = points(records, name)
+        lows = [(values[i - 1][0], min(v for _, v in values[i - window : i])) for i in range(2 * window, len(values) + 1)]
+        for step, low in lows:
+            if lows[0][1] > 0:
+                series[step] = max(series.get(step, -1.0), low / lows[0][1] - 1.0)
+    return sorted(series.items())
+
+
 def _worst_saturation(records: Records, window: int) -> Series:
     measured = [(r["step"], [r[f"tiles/{o}/saturated"] for o in OPERANDS if f"tiles/{o}/saturated" in r]) for r in records]
     return [(step, max(values)) for step, values in measured if values and all(map(math.isfinite, values))]
@@ -245,6 +266,30 @@ MONITORS: tuple[Monitor, ...] = (
         advice="trainer and engine disagree on too many tokens; keep sensitive modules in BF16 or make both sides the same precision.",
         fields=("numerics.high_precision_modules", "numerics.rollout_precision", "correction.rollout_is_threshold"),
         needs="rollout_corr/rollout_is_ratio_fraction_high",
+    ),
+    Monitor(
+        name="memory_imbalance",
+        label="Memory of the most loaded rank over the mean of the ranks",
+        series=lambda records, window: _worst(records, ("memory/trainer_imbalance", "memory/engine_imbalance")),
+        advice="one rank holds more than the others and sets the limit of all; even out layers, experts and tokens of a micro-batch.",
+        fields=("training.parallel.pipeline", "training.parallel.expert", "training.max_tokens_per_microbatch", "rollout.tensor_parallel"),
+        needs="several ranks of the trainer or of the run's own server",
+    ),
+    Monitor(
+        name="memory_growth",
+        label="Growth of a process's memory since the start of RL",
+        series=memory_growth,
+        advice="memory that grows from step to step ends in the kernel killing the run; checkpoint often, then look for what is kept.",
+        fields=("run.checkpoint_interval", "rollout.placement", "task.reward_workers"),
+        needs="memory/* of twice health.window steps",
+    ),
+    Monitor(
+        name="memory_full",
+        label="Memory in use, fuller of host and device",
+        series=lambda records, window: _worst(records, ("memory/host_used_fraction", "memory/device_used_fraction")),
+        advice="the next longer batch may run out of memory; give the engine less, or cut micro-batches shorter.",
+        fields=("rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.sleep_level", "training.max_tokens_per_microbatch"),
+        needs="memory/host_used_fraction",
     ),
     Monitor(
         name="tile_saturation",

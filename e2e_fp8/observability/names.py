@@ -69,6 +69,7 @@ REWARD_PARTS = {
     "math": "math-verify",
     "code": "unit tests",
     "judge": "a language model",
+    "reward_model": "a served reward model",
     **{f"user_{i}": f"user function {i} in the order of task.reward_weights" for i in range(1, 9)},
 }
 _REWARD = {
@@ -236,6 +237,18 @@ _COST = {
     **_prefixed("receipt", _table("fraction", share_of_sync="Time of the receipt over the time of the delivery")),
     **_prefixed("receipt", _table("GB/s", gb_per_s="Bytes of both sides over the time of the receipt")),
 }
+_MEMORY = _prefixed(
+    "memory",
+    {
+        **_table("fraction", host_used_fraction="Host memory in use, or of the cgroup's limit where that is nearer"),
+        **_table("fraction", device_used_fraction="Memory of the trainer's device in use, by whomever"),
+        **_table("GiB", trainer_host_gib="Resident memory of the trainer's process, an engine in it included"),
+        **_table("GiB", trainer_device_gib="Device memory that torch has allocated in the trainer's process"),
+        **_table("GiB", engine_host_gib="Resident memory of the processes of the run's own server"),
+        **_table("", trainer_imbalance="Most loaded trainer rank's memory over the mean of the ranks"),
+        **_table("", engine_imbalance="The same of the server's ranks, host memory"),
+    },
+)
 _TILES = {
     f"tiles/{operand}/{name}": Metric(description=f"{text} ({operand})", unit="fraction")
     for operand in OPERANDS
@@ -249,7 +262,7 @@ _TILES = {
     ),
 )
 
-METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _TILES
+METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _MEMORY | _TILES
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -242,6 +242,15 @@ def _cost(history: RunHistory) -> list[str]:
     return [
         bars,
         _chart(history, "Tokens per second", {"rollout/tokens_per_s": "rollout", "train/tokens_per_s": "update"}),
+        _chart(
+            history,
+            "Memory",
+            {
+                f"memory/{n}": n.removesuffix("_gib").replace("_", " ")
+                for n in ("trainer_host_gib", "engine_host_gib", "trainer_device_gib")
+            },
+        ),
+        _chart(history, "Memory in use", {f"memory/{n}_used_fraction": n for n in ("host", "device")}),
         _chart(history, "Weight sync", {"sync/seconds": "seconds of the delivery"}),
     ]
 

@@ -10,6 +10,7 @@ from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
 from e2e_fp8.orchestration.critic import update_critic
+from e2e_fp8.orchestration.memory_probe import memory_metrics
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss
 from e2e_fp8.orchestration.replay import changed_metrics
 from e2e_fp8.orchestration.scoring import mismatch, score
@@ -54,6 +55,7 @@ def run_step(
     hit_rate = session.start_rollout().prefix_cache_hit_rate
     if hit_rate is not None:
         record["rollout/prefix_cache_hit_rate"] = hit_rate
+    record |= memory_metrics(session)
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
     record["learning_rate"] = _learning_rate(cfg, step)

@@ -1,16 +1,10 @@
 """Reward by a language model behind an OpenAI-compatible endpoint (``POST {url}/chat/completions``)."""
 
-import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from e2e_fp8.config.task import JudgeConfig
-from e2e_fp8.errors import UserError
+from e2e_fp8.tasks.served import ServedError, post_json
 
 if TYPE_CHECKING:
     from e2e_fp8.types import Prompt  # imports torch, which a reward worker does not need
@@ -19,11 +13,9 @@ KEY_VARIABLE = "E2E_FP8_JUDGE_KEY"
 _SCORE = re.compile(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _FIELDS = re.compile(r"\{(prompt|answer|response)\}")
-_BACKOFF_S = 0.25
-"""Wait before the first retry; doubled for each further one."""
 
 
-class JudgeError(UserError):
+class JudgeError(ServedError):
     """The judge cannot be reached, refuses, or does not answer with a score."""
 
 
@@ -49,32 +41,21 @@ def judge_reward(prompt: "Prompt", response_text: str, cfg: JudgeConfig) -> floa
 def _ask(question: str, cfg: JudgeConfig, uid: str) -> str:
     """Text of the judge's answer."""
     body = {"model": cfg.model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": cfg.max_tokens}
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(f"{str(cfg.url).rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST")
-    cause = ""
-    for attempt in range(cfg.retries + 1):
-        if attempt:
-            time.sleep(_BACKOFF_S * 2 ** (attempt - 1))
-        try:
-            with urllib.request.urlopen(request, timeout=cfg.timeout_s) as response:
-                return _content(json.load(response))
-        except urllib.error.HTTPError as error:
-            cause = f"status {error.code}: {error.read(200).decode(errors='replace')}"
-            if error.code != 429 and error.code < 500:
-                break
-        except TimeoutError:
-            cause = f"no answer within {cfg.timeout_s:g} s"
-        except (urllib.error.URLError, HTTPException, OSError) as error:
-            cause = f"{getattr(error, 'reason', None) or error}"
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            cause = f"the answer is not a chat completion ({type(error).__name__}: {error})"
-            break
-    raise JudgeError(
-        f"the judge at {cfg.url} (task.judge) did not score prompt {uid} after {attempt + 1} requests, last: {cause}. Check url, model and "
-        f"{KEY_VARIABLE}, or raise task.judge.timeout_s or retries."
-    )
+    try:
+        return post_json(
+            f"{str(cfg.url).rstrip('/')}/chat/completions",
+            body,
+            _content,
+            what="a chat completion",
+            key_variable=KEY_VARIABLE,
+            timeout_s=cfg.timeout_s,
+            retries=cfg.retries,
+        )
+    except ServedError as error:
+        raise JudgeError(
+            f"the judge at {cfg.url} (task.judge) did not score prompt {uid} {error}. Check url, model and {KEY_VARIABLE}, or raise "
+            "task.judge.timeout_s or retries."
+        ) from error
 
 
 def _content(answer: Any) -> str:

@@ -36,8 +36,12 @@ def _reward_function(name: str, task: TaskConfig) -> RewardFunction:
         from e2e_fp8.tasks.judge import judge_reward
 
         return lambda prompt, response: judge_reward(prompt, response, task.judge)
+    if name == "reward_model":
+        from e2e_fp8.tasks.reward_model import reward_model_reward
+
+        return lambda prompt, response: reward_model_reward(prompt, response, task.reward_model)
     if ":" not in name:
-        raise ConfigError(f"task.reward: {name!r} is not verifier, math, code, judge or package.module:function.")
+        raise ConfigError(f"task.reward: {name!r} is not verifier, math, code, judge, reward_model or package.module:function.")
     return user_reward(name)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from e2e_fp8.config.task import TaskConfig
 from e2e_fp8.errors import DataError
+from e2e_fp8.tasks.reward_model import reward_model_rewards
 from e2e_fp8.tasks.rewards import reward_functions, strict_score
 from e2e_fp8.tasks.worker_pool import WorkerPool
 from e2e_fp8.types import Prompt
@@ -44,7 +45,8 @@ class Scorer:
         if self._pool is not None:
             values = self._pool.score_parts(responses)
         else:
-            values = [[strict_score(f, prompt, text) for f in self._functions.values()] for prompt, text in responses]
+            columns = [self._column(name, responses) for name in self._functions]
+            values = [list(row) for row in zip(*columns, strict=True)]
         late = [prompt.uid for (prompt, _), parts in zip(responses, values, strict=True) if parts is None]
         if late and self._task.on_reward_timeout == "refuse":
             raise DataError(
@@ -57,6 +59,12 @@ class Scorer:
             parts={name: [parts[i] for parts in done] for i, name in enumerate(part_names(list(self._functions)))},
             timeouts=len(late),
         )
+
+    def _column(self, name: str, responses: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """One reward of all responses, in this process; requests to a served reward model are sent side by side."""
+        if name == "reward_model":
+            return reward_model_rewards(responses, self._task.reward_model)
+        return [strict_score(self._functions[name], prompt, text) for prompt, text in responses]
 
     def _total(self, parts: Sequence[float]) -> float:
         return math.fsum(weight * value for weight, value in zip(self._weights, parts, strict=True))

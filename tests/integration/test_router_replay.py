@@ -92,7 +92,7 @@ def test_three_steps_with_replay_report_its_coverage(result):
 
 
 def test_a_resumed_trainer_repeats_every_bit_with_replay(result):
-    timing = ("time", "per_s", "seconds", "share_of_sync", "prefix_cache", "preempted")
+    timing = ("time", "per_s", "seconds", "share_of_sync", "memory/", "prefix_cache", "preempted")
     for straight, resumed in zip(result["steps"][1:], result["resumed_steps"], strict=True):
         assert {k: v for k, v in straight.items() if not any(t in k for t in timing)} == {
             k: v for k, v in resumed.items() if not any(t in k for t in timing)

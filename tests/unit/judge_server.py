@@ -1,4 +1,7 @@
-"""An HTTP server with the shape of an OpenAI chat endpoint: ``judge_server.py LOG MODE...``, one mode a request, the last repeats."""
+"""An HTTP server with the shape of an OpenAI chat endpoint, or of any other with ``json:ANSWER``.
+
+``judge_server.py LOG MODE...``, one mode a request, the last repeats.
+"""
 
 import json
 import sys
@@ -24,6 +27,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif kind == "status":
             self._send(int(value), b'{"error": {"message": "as asked"}}')
+        elif kind == "json":
+            self._send(200, value.encode())
+        elif kind == "late":
+            time.sleep(0.5)
+            self._send(200, value.encode())
         elif kind == "junk":
             self._send(200, b"<html>")
         else:

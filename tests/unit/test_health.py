@@ -74,6 +74,19 @@ CASES = {
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.006, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.007},
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.002, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.003},
     ),
+    "memory_imbalance": (
+        {"memory/trainer_imbalance": lambda i: 1.05, "memory/engine_imbalance": lambda i: 1.4},
+        {"memory/trainer_imbalance": lambda i: 1.1},
+    ),
+    "memory_growth": (
+        {"memory/trainer_host_gib": lambda i: 3.0, "memory/engine_host_gib": lambda i: 2.0 + 0.05 * i},
+        # caches fill at the start, and a checkpoint needs twice the memory for a moment
+        {"memory/trainer_host_gib": lambda i: min(3.0, 1.0 + 0.4 * i) * (2.0 if i % 5 == 4 else 1.0)},
+    ),
+    "memory_full": (
+        {"memory/host_used_fraction": lambda i: 0.5, "memory/device_used_fraction": lambda i: 0.9 if i < 25 else 0.98},
+        {"memory/host_used_fraction": lambda i: 0.9, "memory/device_used_fraction": lambda i: 0.9},
+    ),
     "tile_saturation": (
         {"tiles/weights/saturated": lambda i: 0.0001, "tiles/activations/saturated": lambda i: 0.3 if i > 25 else 0.01},
         {f"tiles/{o}/saturated": lambda i: 0.012 for o in ("weights", "activations", "gradients")},
