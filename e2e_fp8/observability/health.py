@@ -248,7 +248,7 @@ MONITORS: tuple[Monitor, ...] = (
         series=_degenerate_share,
         advice="the task is too easy or too hard for the policy; change its difficulty or draw more samples a prompt.",
         fields=("task.params", "rollout.group_size", "rollout.temperature"),
-        needs="groups/degenerate",
+        needs="groups/degenerate, counted with objective.advantage group",
     ),
     Monitor(
         name="entropy_collapse",

@@ -59,6 +59,7 @@ def update_critic(critic: ValueEngine, minibatches: Sequence[list[PackedBatch]],
     The correction of the policy's loss plays no part: a return is a return of the policy that sampled, whatever its ratio.
     """
     loss_fn = make_value_loss_fn(cfg.objective.critic)
+    critic.set_learning_rate(cfg.objective.critic.learning_rate)
     reports: list[StepReport] = []
     for part in minibatches:
         tokens = float(sum(b.loss_mask.sum() for b in part))

@@ -254,13 +254,24 @@ PPO = (
     "run.eval_interval=0",
     "training.minibatches_per_step=2",
     "objective.critic.critic_warmup=1",
+    "task.reward=length_reward:length",
 )
+LENGTH_REWARD = """
+def length(prompt, response, answer, metadata):
+    return 0.25 + len(response) / 8
+"""
+"""A policy of two warm-start steps seldom earns the task's own reward, and a critic of zeros has nothing to learn from zeros."""
+
+
+def run_ppo(folder: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+    (folder / "length_reward.py").write_text(LENGTH_REWARD)
+    return run(words, {"PYTHONPATH": f"{ROOT}:{folder}"})
 
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("ppo")
-    done = run(train_command(out, "ppo", *PPO, config="objectives/ppo_gae"))
+    done = run_ppo(out, train_command(out, "ppo", *PPO, config="objectives/ppo_gae"))
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "ppo"
 
@@ -291,8 +302,9 @@ def test_ppo_trains_its_critic_first_and_then_both(ppo):
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed_ppo_ends_with_the_same_bytes(ppo, tmp_path):
+def test_interrupted_and_resumed_ppo_ends_with_the_same_bytes(ppo, tmp_path, monkeypatch):
     """By hand: two more engine starts."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ppo.parent}")
     words = train_command(tmp_path, "halves", *PPO, config="objectives/ppo_gae")
     assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=3)[0] == 130
     halves = tmp_path / "halves"

@@ -108,8 +108,8 @@ def test_head_weight_product_and_output_are_fp32():
         values = critic.values([batch])[0]
     assert seen[0].dtype == torch.bfloat16
     expected = seen[0][:, 0].double() @ head.weight[0].double()
-    # sums of 128 products in FP32: each partial sum rounds by 2^-24 of the magnitudes so far
-    bound = 128 * 2.0**-24 * (seen[0][:, 0].double().abs() @ head.weight[0].double().abs())
+    # 128 products and 127 sums in FP32, each rounding by 2^-24 of the magnitudes so far: any order of summation is within this
+    bound = 130 * 2.0**-24 * (seen[0][:, 0].double().abs() @ head.weight[0].double().abs())
     assert ((values - expected).abs() <= bound).all()
 
 
@@ -170,9 +170,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_tied_policy_lends_its_weights_too():
-    cfg = small_config("qwen3", tie_word_embeddings=True)
-    cfg = cfg.model_copy(update={"objective": gae_config().objective})
-    critic = critic_of(cfg)
+    cfg = small_config("qwen3", tie_word_embeddings=True).model_copy(update={"objective": gae_config().objective})
+    critic, masters = critic_of(cfg), dict(MegatronEngine(cfg).named_masters())
     batch = value_batch([8, 5], fresh_generator())
-    assert train(critic, [batch], 5)[-1].metrics["critic/vf_loss"] < train(critic, [batch], 1)[0].metrics["critic/vf_loss"] * 10
-    assert dict(critic.named_masters())["output_layer.weight"].shape == (1, 128)
+    started = {name: master.clone() for name, master in critic.named_masters()}
+    assert started.keys() == masters.keys() | {"output_layer.weight"}
+    assert all(torch.equal(started[name], masters[name]) for name in masters)
+    assert not any(r.skipped for r in train(critic, [batch], 2))
+    assert all(not torch.equal(started[name], master) for name, master in critic.named_masters() if master.dim() == 2)
