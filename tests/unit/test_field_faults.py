@@ -103,7 +103,7 @@ def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_whe
 def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
     cfg = parse_config({"numerics": {"alignment": "aligned"}})
     check_agreement(cfg, [worker(cfg)])
-    with pytest.raises(EngineError, match="residual_add=shared, but rollout rank 0 .* was started with native"):
+    with pytest.raises(EngineError, match=r"residual_add=shared, but rollout rank 0 .* was started with native"):
         check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
 
 
