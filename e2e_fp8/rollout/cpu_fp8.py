@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import PlatformEnum
 
 from e2e_fp8.errors import EngineError
@@ -28,7 +29,7 @@ from e2e_fp8.numerics import row_invariant
 from e2e_fp8.numerics.blockwise import BlockScaled, quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3
 from e2e_fp8.numerics.linear import block_scaled_matmul
-from e2e_fp8.rollout.shared_operators import ADDITIONAL_CONFIG_KEY, engine_choices
+from e2e_fp8.rollout.shared_operators import ADDITIONAL_CONFIG_KEY
 
 _TOPK_SCHEMA = (
     "topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, "
@@ -154,8 +155,7 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
         super().__init__(quant_config, layer)
         self.quantize = ActivationQuantizer()
-        choices = engine_choices(get_current_vllm_config())
-        self.operators = ExpertOperators(shared_swiglu=choices["swiglu"] != "native", shared_combine=choices["combine"] != "native")
+        self.operators = ExpertOperators()
 
     @property
     def is_monolithic(self) -> bool:
@@ -164,6 +164,10 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:
         return torch.int64
+
+    def follow(self, shared: set[str]) -> None:
+        """Use the shared operators of these causes, and native ones of the others."""
+        self.operators.shared_swiglu, self.operators.shared_combine = "swiglu" in shared, "combine" in shared
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Nothing: the live bytes are the delivered bytes."""
@@ -182,25 +186,35 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
         return grouped_experts(x, topk_weights, topk_ids, w13, w2, self.quantize, self.operators)
 
 
-class SharedRouterMethod(UnquantizedLinearMethod):
-    """The router's product in the operator shared with the trainer: FP32 logits."""
+class CpuRouterMethod(UnquantizedLinearMethod):
+    """The router's product: vLLM's own, with BF16 logits, or the operator shared with the trainer, with FP32 logits."""
+
+    shared: bool = False
+
+    def follow(self, shared: set[str]) -> None:
+        """Use the shared product if its cause is among these."""
+        self.shared = "router_gemm" in shared
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: the weight keeps the checkpoint's layout."""
+        """As vLLM's, but the weight stays beside the packed copy."""
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [M, H]`` -> logits ``[M, E]``."""
+        if not self.shared:
+            return super().apply(layer, x, bias)
         if bias is not None:
             raise EngineError("The shared router has no bias.")
         return row_invariant.matmul_fp32(x, layer.weight)  # pyright: ignore[reportArgumentType]
 
 
 class CpuFp8Config(Fp8Config):
-    """vLLM's FP8 config with experts served by :class:`CpuFp8MoEMethod`, and a shared router where the configuration wants one."""
+    """vLLM's FP8 config with experts served by :class:`CpuFp8MoEMethod`, and a router that may be shared."""
 
     def get_quant_method(self, layer: Any, prefix: str):
         method = super().get_quant_method(layer, prefix)
-        if prefix.endswith(".mlp.gate") and engine_choices(get_current_vllm_config())["router_gemm"] != "native":
-            return SharedRouterMethod()
+        if prefix.endswith(".mlp.gate") and isinstance(method, UnquantizedLinearMethod):
+            return CpuRouterMethod()
         return CpuFp8MoEMethod(self, layer) if isinstance(method, Fp8MoEMethod) else method
 
 

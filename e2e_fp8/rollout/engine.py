@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -233,6 +233,19 @@ class VllmEngine:
 
         finished = self._thread.run(f"probe of {len(requests)} requests", self.cfg.rollout.timeout_s, run)
         return [request.outputs[0] for request, _ in finished], _cached_tokens(finished)
+
+    def set_alignment(self, choices: Mapping[str, str]) -> None:
+        """Give the live engine the operators of ``choices`` (cause -> choice, e2e_fp8.config.alignment), between requests; CPU only.
+
+        For studies of single causes without a start for each. Raises EngineError when the engine cannot have one.
+        """
+        from e2e_fp8.rollout.shared_operators import share_operators
+
+        def change() -> None:
+            self._llm.reset_prefix_cache()
+            self._llm.apply_model(lambda model: share_operators(model, choices, torch.device(self.device)))
+
+        self._thread.run("change of operators", self.cfg.rollout.timeout_s, change)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

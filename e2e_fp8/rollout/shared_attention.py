@@ -16,19 +16,21 @@ from e2e_fp8.numerics.row_invariant import causal_attention
 
 
 class SharedCpuAttention(CPUAttentionBackendImpl):
-    """A layer's attention; made from vLLM's own by :meth:`become`."""
+    """A layer's attention; made from vLLM's own by :meth:`set`."""
 
     @classmethod
-    def become(cls, impl: Any) -> None:
-        """Change the class of a layer's implementation in place.
+    def set(cls, impl: Any, *, shared: bool) -> None:
+        """Make a layer's implementation this class, or vLLM's own again, in place.
 
         Raises:
             EngineError: it has a window, sinks, soft cap, slopes, a quantized cache or another attention type.
         """
-        if isinstance(impl, cls):
+        if not shared:
+            if isinstance(impl, cls):
+                impl.__class__ = CPUAttentionBackendImpl
             return
         plain = (
-            type(impl) is CPUAttentionBackendImpl
+            isinstance(impl, CPUAttentionBackendImpl)
             and impl.attn_type == AttentionType.DECODER
             and impl.sliding_window == -1
             and not impl.logits_soft_cap

@@ -81,9 +81,8 @@ class CpuGround:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm  # pyright: ignore[reportAttributeAccessIssue]
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)
         if cfg.model.is_moe:
-            spec.submodules.mlp = partial(
-                moe_builder(choices), submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears))
-            )  # pyright: ignore[reportAttributeAccessIssue]
+            moe = MoESubmodules(experts=partial(SequentialMLP, submodules=linears))
+            spec.submodules.mlp = partial(moe_builder(choices), submodules=moe)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             spec.submodules.mlp = partial(mlp_builder(choices).as_mlp_submodule, submodules=linears)  # pyright: ignore[reportAttributeAccessIssue]
         return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=final_norm)  # pyright: ignore[reportArgumentType]

@@ -60,7 +60,7 @@ class Fp32OutputLayer(ColumnParallelLinear):
         if layer.bias is not None or layer.gradient_accumulation_fusion:
             raise ConfigError("FP32 logits support no bias or fused gradient accumulation.")
         layer.__class__ = cls
-        layer.row_invariant = row_invariant  # pyright: ignore[reportAttributeAccessIssue]
+        layer.row_invariant = row_invariant  # pyright: ignore[reportArgumentType]
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any, **kwargs: Any

@@ -38,6 +38,9 @@ def norm_builder(choice: str) -> Any:
 class SharedMlp(MLP):
     """Megatron's MLP with the shared SwiGLU."""
 
+    linear_fc1: Any
+    linear_fc2: Any
+
     def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any):
         """``[T, 1, H]`` -> ``([T, 1, H], None)``."""
         if per_token_scale is not None:
@@ -51,6 +54,9 @@ class SharedMoELayer(MoELayer):
 
     Needs all experts on this rank; Megatron's dispatcher is not used. Each cause that is ``native`` computes as Megatron's layer does.
     """
+
+    router: Any
+    experts: Any
 
     def __init__(self, *args: Any, choices: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

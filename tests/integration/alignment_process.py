@@ -1,6 +1,6 @@
-"""The parity chain on real engines, dense and then a mixture of experts in one process; what it found, for the tests to judge.
+"""The parity chain on one trainer and one engine, and what it found, for the tests to judge.
 
-Usage: ``python alignment_process.py OUT.json``.
+Usage: ``python alignment_process.py CONFIG_NAME OUT.json``. vLLM allows one engine in a process.
 """
 
 import json
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from e2e_fp8.alignment.chain import Chain, ChainEngine, chain_config, packed
+from e2e_fp8.config.alignment import CAUSES, choices_at
 from e2e_fp8.config.load import load_config
 from e2e_fp8.orchestration.environment import prepare
 from e2e_fp8.orchestration.session import Session, load_task_for, write_model_dir
@@ -50,11 +51,19 @@ def disturbed(session: Session, module: str, attribute: str, value: float) -> di
     return link
 
 
+def with_native(session: Session, cause: str) -> dict:
+    """The module-by-module link while the engine alone has its own operator for one cause."""
+    session.rollout.set_alignment(choices_at("bitwise") | {cause: "native"})
+    link = Chain(session.trainer, session.rollout, session.cfg, seed=1).modules().record()
+    session.rollout.set_alignment(choices_at("bitwise"))
+    return link
+
+
 def observe(config: str, scratch: Path) -> dict:
-    """Links before and after training at a temperature, and with one fault in the engine."""
+    """Links at the start, after training, with one fault in the engine, with single causes open, and at the end again."""
     overrides = ["numerics.alignment=bitwise", "rollout.temperature=0.8", "run.backend=cpu"]
     cfg = chain_config(prepare(load_config(ROOT / "configs" / config, overrides)))
-    task, model_dir = load_task_for(cfg), scratch / config / "model"
+    task, model_dir = load_task_for(cfg), scratch / "model"
     write_model_dir(cfg, task, model_dir)
     trainer = MegatronEngine(cfg)
     engine = ChainEngine(cfg, model_dir, task.tokenizer.eos_token_id, task.tokenizer.decode)
@@ -64,16 +73,17 @@ def observe(config: str, scratch: Path) -> dict:
     train(session, 3)
     found["stale"] = Chain(trainer, engine, cfg, seed=1).bytes().record()
     session.sync()
-    found["trained"] = chain_of(session, seed=1)
     found["fault"] = disturbed(session, "model.layers.1.self_attn.q_norm", "variance_epsilon", 1e-2)
+    causes = [name for name, cause in CAUSES.items() if cfg.model.is_moe or not cause.moe_only]
+    found["open"] = {cause: with_native(session, cause) for cause in causes}
+    found["trained"] = chain_of(session, seed=1)
     session.close()
     return found
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = {config: observe(config, Path(folder)) for config in ("quickstart_dense.yaml", "quickstart.yaml")}
-    Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[2]).write_text(json.dumps(observe(sys.argv[1], Path(folder))))
 
 
 if __name__ == "__main__":
