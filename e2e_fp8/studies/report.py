@@ -133,6 +133,7 @@ def _legend(study: Study) -> str:
 
 def _pairs(study: Study, results: Results) -> str:
     names = list(study.figures)
+    same_sign = []
     lines = [
         "Difference of two arms with the same seed, mean ± standard deviation, and in how many seeds it is negative.",
         "",
@@ -145,10 +146,14 @@ def _pairs(study: Study, results: Results) -> str:
             ours, theirs = (results.values(name).get(arm, {}) for arm in (pair.arm, pair.against))
             differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
             negative = sum(d < 0 for d in differences)
+            if len(differences) > 1 and (negative == len(differences) or all(d > 0 for d in differences)):
+                size = "lower" if negative else "higher"
+                same_sign.append(f"- {name} of {pair.arm} is {size} than that of {pair.against} in all {len(differences)} seeds.")
             cells.append(f"{_mean_and_spread(differences)}, negative {negative}/{len(differences)}" if differences else "n/a")
         if any(cell != "n/a" for cell in cells):
             lines.append(f"| {pair.arm} - {pair.against} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    summary = "\n".join(same_sign) or "No difference has the same sign in every seed, of at least two."
+    return "\n".join(lines) + f"\n\nThe same sign in every seed:\n\n{summary}"
 
 
 def _arms(study: Study) -> str:
@@ -161,7 +166,11 @@ def _arms(study: Study) -> str:
 def _missing(results: Results) -> str:
     if not results.missing:
         return "Nothing: every arm has run with every seed."
-    return "\n".join(f"- {name}: {state}" for name, state in results.missing.items())
+    arms: dict[tuple[str, str], list[str]] = {}
+    for name, state in results.missing.items():
+        arm, _, seed = name.rpartition("-seed")
+        arms.setdefault((arm, state), []).append(seed)
+    return "\n".join(f"- {arm}, seed {', '.join(seeds)}: {state}" for (arm, state), seeds in arms.items())
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e_fp8.config.load import load_config
 from e2e_fp8.observability.history import RunHistory, load_history
 from e2e_fp8.studies.claims import mean
-from e2e_fp8.studies.runs import PlannedRun, check_same_settings, steps_done
+from e2e_fp8.studies.runs import PlannedRun, check_same_settings, steps_done, stored_config
 from e2e_fp8.studies.schema import Figure, Study
 
 TAIL = 5
@@ -66,7 +65,7 @@ def read_results(study: Study, planned: Sequence[PlannedRun]) -> Results:
     results = Results()
     for run in planned:
         steps = steps_done(run.folder)
-        wanted = load_config(run.folder / "config.yaml").run.steps if steps else None
+        wanted = stored_config(run).run.steps if steps else None
         if wanted is None or steps < wanted:
             results.missing[run.name] = "not started" if wanted is None else f"{steps} of {wanted} steps"
             continue

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e_fp8.config.load import load_config
+from e2e_fp8.config.load import load_config, parse_config, read_yaml
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError, writing
 from e2e_fp8.observability.history import flatten, read_records
@@ -108,7 +108,7 @@ def check_same_settings(run: PlannedRun) -> None:
     """
     if not (run.folder / "config.yaml").exists():
         return
-    found, wanted = (_settings(cfg) for cfg in (load_config(run.folder / "config.yaml"), run.config()))
+    found, wanted = (_settings(cfg) for cfg in (stored_config(run), run.config()))
     different = [name for name in wanted if found.get(name) != wanted[name]]
     if different:
         name = different[0]
@@ -116,6 +116,15 @@ def check_same_settings(run: PlannedRun) -> None:
             f"{run.folder} holds a run with other settings ({name}: {found.get(name)} there, {wanted[name]} in the study"
             f"{f', and {len(different) - 1} more' if len(different) > 1 else ''}): remove the folder or choose another --out."
         )
+
+
+def stored_config(run: PlannedRun) -> Config:
+    """The configuration in a run's folder, at its own shared start: the folder may have moved, and its path may be relative."""
+    path = run.folder / "config.yaml"
+    values = read_yaml(path)
+    if run.start:
+        values["model"] = {**values.get("model", {}), "hf_path": str(run.start)}
+    return parse_config(values, where=str(path))
 
 
 def _settings(cfg: Config) -> dict[str, str]:

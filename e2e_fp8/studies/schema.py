@@ -160,4 +160,11 @@ def as_overrides(fields: dict[str, Any]) -> list[str]:
 
 def _flow(value: Any) -> str:
     """YAML of any value on one line."""
-    return yaml.safe_dump([value], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
+    return yaml.dump([value], Dumper=_QuotingDumper, default_flow_style=True, width=1 << 30).strip()[1:-1]
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """Every text in double quotes, so that line ends and the like stay escapes on one line."""
+
+
+_QuotingDumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))

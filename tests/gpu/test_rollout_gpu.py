@@ -19,7 +19,7 @@ TEMPERATURE = 0.7
 def run(request, tmp_path_factory) -> dict:
     """What the engine process recorded, for one model."""
     out = tmp_path_factory.mktemp("engine")
-    command = [sys.executable, str(TESTS / "unit" / "rollout_engine_process.py"), *request.param, "fp32", "cuda", str(out)]
+    command = [sys.executable, str(TESTS / "unit" / "rollout_engine_process.py"), *request.param, "fp32", "mixed", "cuda", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out / "result.pt", weights_only=False) | {"precision": request.param[1]}

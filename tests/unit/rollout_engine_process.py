@@ -95,11 +95,10 @@ def gate_logits(engine: VllmEngine, x: torch.Tensor) -> torch.Tensor | None:
     """What the live gate of layer 0 makes of ``x``; None for a dense model."""
 
     def apply(model: torch.nn.Module) -> torch.Tensor | None:
-        gates = dict(model.named_modules())
-        gate = gates.get("model.layers.0.mlp.gate")
-        return None if gate is None else gate(x)[0].clone()
+        gate = dict(model.named_modules()).get("model.layers.0.mlp.gate")
+        return None if gate is None else gate(x.to(next(model.parameters()).device))[0].cpu()
 
-    return engine._llm.apply_model(apply)[0]
+    return engine._thread.run("reading a gate", 60.0, lambda: engine._llm.apply_model(apply)[0])
 
 
 def main(architecture: str, precision: str, scale_format: str, router: str, device: str, out: Path) -> None:

@@ -168,6 +168,7 @@ def test_overrides_carry_any_value(fields):
         left, _, right = text.partition("=")
         assert (left, yaml.safe_load(right)) == (name, value)
         assert type(yaml.safe_load(right)) is type(value)
+        assert "\n" not in text
 
 
 def test_finished_runs_are_skipped_and_failed_ones_named_while_the_others_go_on(tmp_path):
@@ -296,7 +297,8 @@ def test_page_states_verdicts_spread_and_what_was_not_run(page):
     assert f"- **{verdict}**: `reward: high > low` (hope). high {rewards['high', 1]:.3f}, low {low[0]:.3f}; {agreeing} of 1 seeds" in text
     assert "**contradicted**: `kl: low > 1000` (fear)" in text
     assert "0 of 2 seeds agree" in text
-    assert "- high-seed2: 2 of 4 steps" in text
+    assert "- high, seed 2: 2 of 4 steps" in text
+    assert "No difference has the same sign in every seed, of at least two." in text
     assert "3 of 4 runs complete, 4 RL steps each" in text
     assert str(folder) not in text
 
@@ -321,6 +323,24 @@ def test_numbers_and_curves_behind_the_page(page):
     image = ElementTree.parse(folder / "docs" / "studies" / "figures" / "trial_reward_mean.svg").getroot()
     assert image.tag.endswith("svg")
     assert len([e for e in image.iter() if e.tag.endswith("polyline")]) == 2
+
+
+def test_a_difference_with_one_sign_in_every_seed_is_said_in_words(tmp_path):
+    path = written(tmp_path)
+    study, out = load_study(path), tmp_path / "out"
+    for run in planned_runs(study, path, "cpu", out):
+        finished(run, seed=run.seed)
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["reward/mean"] += 1.0 if run.arm == "high" else 0.0
+            line["mismatch_kl"] = run.seed * (1.0 if run.arm == "high" else 1.5) - 2.0
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_page(study, path, "cpu", out, tmp_path / "docs").read_text()
+    assert "- reward of high is higher than that of low in all 2 seeds." in text
+    assert "- kl of high is lower than that of low in all 2 seeds." in text
+    assert "Nothing: every arm has run with every seed." in text
+    # seeds 1 and 2: the differences are -0.5 and -1.0
+    assert "-0.750 ± 0.354, negative 2/2" in text
 
 
 def test_a_page_written_twice_is_the_same(page):
