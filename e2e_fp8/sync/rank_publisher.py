@@ -205,21 +205,24 @@ class RankPublisher:
             place |= {"train": asdict(plan.train), "qkv_order": plan.qkv_order, "spec": plan.spec}
         place = self._on_root(lambda: place)
         assert place is not None
+        group, failure = None, None
         with ThreadPoolExecutor(1) as poster:
             posted = poster.submit(self._root.open_channel, {"channel": CHANNEL, "parameters": place}) if self._rank == 0 else None
             try:
                 group = join() if join is not None else PairGroup.join(self._host, place["port"], self._rank, size, **options)
             except RuntimeError as error:
-                if posted is not None and posted.done():
-                    posted.result()
-                raise EngineError(f"The rollout engine did not join the trainer's process group ({error}).") from error
-            if posted is not None:
-                posted.result()
+                failure = EngineError(f"Trainer rank {self._rank} and the rollout engine did not meet in one process group ({error}).")
+            # The server's own sentence says more than the time-outs that follow from it.
+            self._on_root(lambda: None if posted is None else posted.result())
+        for error in self._from_all(failure):
+            if error is not None:
+                raise error
+        assert group is not None
         return group
 
     def _receipt(self, tensors: NamedTensors, scales: NamedTensors, policy_version: int, clock: PhaseClock) -> Manifest:
         plan = self._plan
-        answers = self._on_root(lambda: [answer["pieces"] for answer in self._root.client.collective("receipt", "[]")])
+        answers = self._on_root(lambda: [answer.get("pieces", "") for answer in self._root.client.collective("receipt", "[]")])
         clock.mark("receipt: wait for the engine")
         records: dict[str, TensorRecord] = {}
         problems: list[str] = []

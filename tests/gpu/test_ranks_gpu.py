@@ -9,9 +9,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-from rank_cases import SCRIPT, Case, free_port, rank_environment
+from rank_cases import MODEL, SCRIPT, Case, free_port, rank_environment, whole_weights
 from test_ranks import CASES, check_bytes, check_step, run_torchrun, write_case
-from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, check_transfer
+from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, Served, address, case_config, check_server, check_transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,3 +40,21 @@ def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, tmp_p
     failed = [f.read_text() for pattern in ("failed-*", "refused-*") for f in (tmp_path / "out").glob(pattern)]
     assert done.stdout.strip() == "[0, 0, 0, 0]", "\n".join(failed) or done.stderr[-3000:]
     check_transfer(case, tmp_path / "out")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs: two trainer and two engine ranks")
+@pytest.mark.parametrize("grid", ["tp2", "ep2", "pp2"])
+@pytest.mark.parametrize("expert", [False, True])
+def test_trainer_ranks_send_their_rows_into_a_server(grid, expert, tmp_path):
+    model = {name: value for name, value in (MODEL | WIDE).items() if name not in ("architecture", "initializer_range")}
+    cfg = case_config(device="cuda", tensor_parallel=2, expert_parallel=expert, **model)
+    served = Served(cfg, tmp_path / "served", devices="2,3")
+    try:
+        name, rollout = ("tp2ep" if expert else "tp2"), {"tensor_parallel": 2, "expert_parallel": expert}
+        more = {"publish_ranks": [address(served) | {"name": name, "rollout": rollout, "versions": [1, 2]}]}
+        case = Case(**GRIDS[grid], model=WIDE, steps=1, rollout_tp=2, backend="cuda", more=more)
+        write_case(case, tmp_path / "out")
+        run_torchrun(case, tmp_path / "out")
+        check_server(name, served, case, whole_weights(case, tmp_path / "out"), 2)
+    finally:
+        served.process.close()

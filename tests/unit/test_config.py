@@ -136,7 +136,7 @@ def test_every_wrong_field_gets_its_own_line():
         ({"training": {"minibatches_per_step": 17}}, ("minibatches_per_step is 17", "16 prompts")),
         ({"rollout": {"tensor_parallel": 2}}, ("rollout.tensor_parallel is 2", "set rollout.placement to server")),
         ({"sync": {"transport": "nccl"}}, ("sync.transport is nccl", "rollout.placement is in_process")),
-        ({"rollout": {"placement": "server"}}, ("sync.transport is local", "set sync.transport to ipc, nccl or disk")),
+        ({"rollout": {"placement": "server"}}, ("sync.transport is local", "set sync.transport to ipc, nccl, ranks or disk")),
         ({"rollout": {"server_url": "http://127.0.0.1:1"}}, ("rollout.server_url is set", "set placement to server")),
         ({"rollout": {"server_devices": "1"}}, ("rollout.server_devices is set", "set placement to server")),
         ({"training": {"parallel": {"context": 2}}}, ("training.parallel.context is 2", "not implemented yet")),
@@ -237,7 +237,7 @@ def test_tiles_that_a_checkpoint_cannot_hold_pass_from_rank_to_rank_alone():
     assert "self_attn.qkv_proj.weight: tiles of" in refusal(SERVED | shared)
     assert parse_config(SERVED | shared | {"sync": {"transport": "ranks"}}).model.head_dim == 64
     alone = shared | {"training": {"parallel": {"tensor": 1}}}
-    assert "k_proj.weight at rows 64" in refusal(SERVED | alone | {"sync": {"transport": "ranks"}})
+    assert "v_proj.weight at rows 0, 64" in refusal(SERVED | alone | {"sync": {"transport": "ranks"}})
 
 
 @pytest.mark.parametrize(
