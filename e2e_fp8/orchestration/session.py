@@ -16,6 +16,7 @@ from e2e_fp8.orchestration.checkpoint import CheckpointStore, WriteShares
 from e2e_fp8.orchestration.environment import prepare, seed_generators
 from e2e_fp8.orchestration.episodes import generate_episodes
 from e2e_fp8.orchestration.ranks.driver import DrivingEngine, lead
+from e2e_fp8.orchestration.ranks.meeting import check_ranks
 from e2e_fp8.orchestration.ranks.shares import check_same_ranks, grid_of, whole_masters
 from e2e_fp8.orchestration.shadow_pass import ClipState
 from e2e_fp8.orchestration.weight_sync import SyncReport, exported_tensors, publish_weights, sync_weights
@@ -216,6 +217,7 @@ def open_session(cfg: Config, model_dir: Path, *, drives_ranks: bool = False) ->
     ranks = world_size()
     if ranks > 1 and not drives_ranks:
         raise ConfigError(f"The job has {ranks} ranks, but only `e2e-fp8 train` runs on several: start one process.")
+    check_ranks(cfg, ranks)
     cfg = prepare(cfg)
     if cfg.run.threads:
         import torch

@@ -44,8 +44,25 @@ def sets(out: Path, name: str, *more: str) -> list[str]:
     return [word for item in (*SETS, f"run.out_dir={out}", f"run.name={name}", *more) for word in ("--set", item)]
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    """``torchrun`` of two ranks of ``train``."""
+@pytest.fixture
+def start():
+    """``start(*words)``: torchrun of two ranks of ``train``; ended after the test, if it still runs."""
+    jobs: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        jobs.append(torchrun(*words))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.poll() is None:
+            for pid in rank_pids(job).values():
+                os.kill(pid, signal.SIGKILL)
+            job.kill()
+            job.communicate()
+
+
+def torchrun(*words: str) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     launch += ["--master-port", str(free_port()), "scripts/train_megatron.py", "configs/quickstart.yaml", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -60,7 +77,8 @@ def finish(job: subprocess.Popen[str], timeout: float = 500) -> tuple[int, str, 
 def rank_pids(job: subprocess.Popen[str]) -> dict[int, int]:
     """Process id of each rank."""
     found = {}
-    for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+    # any thread of torchrun may be the parent
+    for pid in [pid for task in Path(f"/proc/{job.pid}/task").iterdir() for pid in (task / "children").read_text().split()]:
         environ = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if "=" in part)
         if "RANK" in environ:
             found[int(environ["RANK"])] = int(pid)
@@ -86,7 +104,7 @@ def own_sentences(stderr: str) -> list[str]:
 @pytest.mark.server
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("grid", [pytest.param(name, marks=[pytest.mark.slow] if name != "dp2" else []) for name in GRIDS])
-def test_whole_loop(grid, tmp_path):
+def test_whole_loop(grid, start, tmp_path):
     """From the warm start to the report, with a server that rank 0 starts; then the commands that read the run in one process."""
     code, stdout, stderr = finish(start(*sets(tmp_path, grid, *GRIDS[grid])))
     assert code == 0, stderr[-4000:]
@@ -124,7 +142,7 @@ def test_whole_loop(grid, tmp_path):
     ],
     ids=["field", "ranks", "placement"],
 )
-def test_a_bad_configuration_is_one_sentence_once(more, sentence, tmp_path):
+def test_a_bad_configuration_is_one_sentence_once(more, sentence, start, tmp_path):
     code, _, stderr = finish(start(*sets(tmp_path, "bad", *more)), timeout=300)
     assert code != 0
     (said,) = own_sentences(stderr)
@@ -136,7 +154,7 @@ def test_a_bad_configuration_is_one_sentence_once(more, sentence, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_job_with_one_sentence(victim, tmp_path):
+def test_a_killed_rank_ends_the_job_with_one_sentence(victim, start, tmp_path):
     job = start(*sets(tmp_path, "killed", "training.warm_start.steps=100000"))
     wait_for_lines(tmp_path / "killed" / "metrics.jsonl", 3, job)
     os.kill(rank_pids(job)[victim], signal.SIGKILL)
@@ -153,7 +171,7 @@ def test_a_killed_rank_ends_the_job_with_one_sentence(victim, tmp_path):
 @pytest.mark.server
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupted_ranks_leave_a_checkpoint_and_resume_to_the_same_bytes(number, tmp_path):
+def test_interrupted_ranks_leave_a_checkpoint_and_resume_to_the_same_bytes(number, start, tmp_path):
     warm = "training.warm_start.steps=40"
     straight = start(*sets(tmp_path, "straight", warm, "run.steps=0", "run.eval_interval=0"))
     code, _, stderr = finish(straight)

@@ -80,6 +80,26 @@ def test_micro_batches_are_full_and_within_the_limit(samples, room):
     assert sum(int(b.loss_mask.sum()) for b in batches) == sum(len(s.response_token_ids) for s in samples)
 
 
+def smallest_maximum(lengths: list[int], bins: int) -> int:
+    """Over all ways to cut ``lengths`` into at most ``bins`` runs, the least largest sum."""
+    if bins == 1 or len(lengths) == 1:
+        return sum(lengths)
+    return min(max(sum(lengths[:cut]), smallest_maximum(lengths[cut:], bins - 1)) for cut in range(1, len(lengths)))
+
+
+@given(samples=sample_lists(), room=st.integers(0, 30), shares=st.integers(2, 4))
+def test_micro_batches_for_several_ranks_are_as_equal_as_their_order_allows(samples, room, shares):
+    lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in samples]
+    limit, zeros = max(lengths) + room, torch.zeros(len(samples))
+    alone = pack_samples(samples, zeros, max_tokens=limit, device="cpu")
+    shared = pack_samples(samples, zeros, max_tokens=limit, device="cpu", shares=shares)
+    most = -(-len(alone) // shares) * shares
+    assert len(shared) <= most
+    assert max(b.token_ids.numel() for b in shared) == smallest_maximum(lengths, most)
+    for name in ("token_ids", "targets", "loss_mask", "rollout_log_probs"):
+        assert torch.equal(torch.cat([getattr(b, name) for b in shared]), torch.cat([getattr(b, name) for b in alone]))
+
+
 def test_worked_example_with_dtypes():
     samples = [make_sample("a", [5, 6, 7], [8, 9], [-0.5, -0.25]), make_sample("b", [1], [2], [-1.0])]
     (batch,) = pack_samples(samples, torch.tensor([2.0, -1.0]), max_tokens=7, device="cpu")

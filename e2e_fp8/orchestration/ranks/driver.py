@@ -17,7 +17,7 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
-from e2e_fp8.orchestration.ranks.meeting import check_ranks, hand_over
+from e2e_fp8.orchestration.ranks.meeting import hand_over
 from e2e_fp8.protocols import LossFn
 from e2e_fp8.rank_grid import RankGrid
 from e2e_fp8.training.engine import MegatronEngine, select_ground
@@ -167,10 +167,8 @@ def lead(cfg: Config) -> DrivingEngine:
     """On rank 0 of several: meet the others, hand ``cfg`` over, build the trainer on all.
 
     Raises:
-        ConfigError: see :func:`check_ranks`.
         RankError: the others do not come, or one ends.
     """
-    check_ranks(cfg, world_size())
     hand_over(cfg)
     return DrivingEngine(cfg, connect(cfg, RankGrid.of(cfg.training.parallel, world_size())))
 
