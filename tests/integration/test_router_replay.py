@@ -18,7 +18,7 @@ from e2e_fp8.orchestration.checkpoint import CheckpointStore
 def result(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("replay")
     script = Path(__file__).with_name("replay_process.py")
-    done = subprocess.run([sys.executable, str(script), str(out), "cpu"], capture_output=True, text=True, timeout=550, env=dict(os.environ))
+    done = subprocess.run([sys.executable, str(script), str(out), "cpu"], capture_output=True, text=True, timeout=590, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out / "result.pt", weights_only=False)
 
