@@ -173,13 +173,15 @@ class RouterReplays:
     @staticmethod
     def _attach(layer: MoELayer, weights_and_order: bool) -> _Layer:
         router, dispatcher = layer.router, layer.token_dispatcher
-        if type(router) is not TopKRouter or router.router_replay is None or type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        replaceable = type(router) is TopKRouter and type(dispatcher) is MoEAlltoAllTokenDispatcher
+        if not isinstance(router, TopKRouter) or router.router_replay is None or (weights_and_order and not replaceable):
             raise ConfigError(
-                f"training.router_replay needs Megatron's TopKRouter and all-to-all dispatcher, but this model has {type(router).__name__} "
-                f"and {type(dispatcher).__name__}: set training.router_replay.mode to disabled."
+                f"training.router_replay needs Megatron's TopKRouter, and in mode R3_weights_order its all-to-all dispatcher, but this "
+                f"model has {type(router).__name__} and {type(dispatcher).__name__}: set training.router_replay.mode to disabled or R3."
             )
         hook = ReplayHook.become(router.router_replay)
         if weights_and_order:
+            assert isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
             router.__class__ = ReplayRouter
             dispatcher.__class__ = SlotOrderDispatcher
             dispatcher.replay_hook = hook  # pyright: ignore[reportAttributeAccessIssue]
