@@ -77,6 +77,8 @@ _REWARD = {
     **_prefixed("reward", _table("responses", timeouts="Responses of the step whose rewards ran out of time and count as 0")),
     **_prefixed("reward", _table("", mean="Mean reward of the step's samples", std="Standard deviation of the rewards")),
     **_prefixed("reward", _table("", held_out="Mean reward on the held-out prompts (avg@k)")),
+    **_prefixed("reward", _table("", held_out_stderr="Standard error of reward/held_out over prompts")),
+    **_prefixed("reward", _table("responses", held_out_timeouts="Held-out responses whose rewards ran out of time and count as 0")),
     **_prefixed("reward", _table("", overlong_penalty="Mean soft punishment of long responses")),
     **_prefixed("curriculum", _table("", level_mean="Mean difficulty level of the data sets that the step drew from, 0 the easiest")),
     **_prefixed("curriculum", _table("fraction", success_rate="Responses of the step at task.curriculum.pass_reward or above")),

@@ -4,46 +4,43 @@ from pathlib import Path
 from typing import Any
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.observability.names import PASS_AT_K
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.data_order import generation_seed
 from e2e_fp8.orchestration.ranks.shares import on_one_rank
 from e2e_fp8.orchestration.run_folder import load_run_config
 from e2e_fp8.orchestration.session import Session, open_session
-from e2e_fp8.tasks.pass_at_k import mean_pass_at_k
+from e2e_fp8.tasks.pass_at_k import held_out_record
+from e2e_fp8.tasks.scoring import Scores
 from e2e_fp8.types import Prompt, Sample
 
 EVALUATION_STEP = -2
 """Pseudo step whose seed evaluation uses: the same samples are drawn for the same weights at any step."""
 
 
-def held_out_samples(session: Session, samples_per_prompt: int) -> list[tuple[Sample, float]]:
+def held_out_samples(session: Session, samples_per_prompt: int) -> tuple[list[Sample], Scores]:
     """Sample every held-out prompt and score it."""
     seed = generation_seed(session.cfg.run.seed, EVALUATION_STEP)
     samples = session.generate(session.task.held_out, group_size=samples_per_prompt, seed=seed)
-    scores = session.task.score_all([(s.prompt, s.response_text) for s in samples])
-    return list(zip(samples, scores.rewards, strict=True))
+    return samples, session.task.score_all([(s.prompt, s.response_text) for s in samples])
 
 
 def held_out_metrics(session: Session, samples_per_prompt: int) -> dict[str, float]:
-    """``reward/held_out`` and ``pass_at_k/*`` of the engine's current weights."""
-    return _metrics(held_out_samples(session, samples_per_prompt), samples_per_prompt, session.cfg.run.eval_pass_reward)
+    """``reward/held_out``, its standard error and ``pass_at_k/*`` of the engine's current weights."""
+    _, scores = held_out_samples(session, samples_per_prompt)
+    return _metrics(scores, samples_per_prompt, session.cfg)
 
 
-def _metrics(scored: list[tuple[Sample, float]], samples_per_prompt: int, pass_reward: float) -> dict[str, float]:
-    """Mean reward (avg@k), and pass@k for each k of PASS_AT_K that ``samples_per_prompt`` samples allow."""
-    rewards = [reward for _, reward in scored]
-    prompts = [rewards[i : i + samples_per_prompt] for i in range(0, len(rewards), samples_per_prompt)]
-    passes = [[reward >= pass_reward for reward in group] for group in prompts]
-    record = {"reward/held_out": sum(rewards) / len(rewards)}
-    return record | {f"pass_at_k/{k}": mean_pass_at_k(passes, k) for k in PASS_AT_K if k <= samples_per_prompt}
+def _metrics(scores: Scores, samples_per_prompt: int, cfg: Config) -> dict[str, float]:
+    record = held_out_record(scores.rewards, samples_per_prompt, cfg.run.eval_pass_reward)
+    return record | ({"reward/held_out_timeouts": float(scores.timeouts)} if scores.timeouts else {})
 
 
 def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) -> dict[str, Any]:
     """Evaluate a run's newest checkpoint, or a configuration's starting weights; ``cfg`` overrides the run's own configuration.
 
     Returns:
-        ``reward/held_out`` (avg@k), ``pass_at_k/*``, ``prompts``, ``samples_per_prompt``, ``policy_version`` and a few ``examples``.
+        ``reward/held_out`` (avg@k), its standard error, ``pass_at_k/*``, ``prompts``, ``samples_per_prompt``, ``policy_version`` and a few
+        ``examples``.
     """
     if cfg is None:
         assert run_dir is not None, "give a run folder or a configuration"
@@ -56,15 +53,15 @@ def evaluate(run_dir: Path | None, cfg: Config | None, samples_per_prompt: int) 
             if run_dir is not None:
                 session.load_weights(CheckpointStore(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints))
             session.sync()
-            scored = held_out_samples(session, samples_per_prompt)
+            samples, scores = held_out_samples(session, samples_per_prompt)
         finally:
             session.close()
     return {
-        **_metrics(scored, samples_per_prompt, cfg.run.eval_pass_reward),
+        **_metrics(scores, samples_per_prompt, cfg),
         "prompts": len(session.task.held_out),
         "samples_per_prompt": samples_per_prompt,
         "policy_version": session.trainer.policy_version,
-        "examples": [example_record(s.prompt, s, r) for s, r in scored[:5]],
+        "examples": [example_record(s.prompt, s, r) for s, r in zip(samples[:5], scores.rewards[:5], strict=True)],
     }
 
 
