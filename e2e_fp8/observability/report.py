@@ -221,6 +221,9 @@ def _critic(history: RunHistory) -> list[str]:
         _chart(history, "Value clip fraction", {"critic/vf_clipfrac": "tokens whose clipped error is the larger one"}),
         _chart(history, "Advantages", spread("advantages"), "As the policy's loss has them", from_zero=False),
         _chart(history, "Critic's gradient norm", {"critic/grad_norm": "before clipping"}),
+        _chart(history, "Critic's skipped steps", {"critic/skipped_steps": "skipped"})
+        if any(history.values("critic/skipped_steps"))
+        else "",
     ]
 
 
