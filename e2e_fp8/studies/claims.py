@@ -62,23 +62,23 @@ class Judgement:
     """What the runs say about a claim."""
 
     verdict: str
-    """``confirmed``, ``contradicted`` or ``not run``, by the means over the seeds."""
+    """``confirmed`` when every seed agrees, ``contradicted`` when none does, ``undecided`` when they differ, or ``not run``."""
     means: Mapping[str, float]
     seeds: int
-    """Seeds for which every arm of the claim has its figure."""
+    """How many have the figure of every arm of the claim."""
     agreeing: int
     """Those of them whose own values are in the stated order."""
 
 
 def judge(claim: Claim, values: Mapping[str, Mapping[int, float]]) -> Judgement:
-    """Judge by the means over the seeds that all arms of the claim share; ``values`` is figure values, arm -> seed -> value."""
+    """Judge by the seeds that all arms of the claim share; ``values`` is figure values, arm -> seed -> value."""
     per_arm = {arm: {s: v for s, v in values.get(arm, {}).items() if math.isfinite(v)} for arm in claim.arms}
     shared = sorted(set.intersection(*(set(found) for found in per_arm.values())))
     if not shared:
         return Judgement(verdict="not run", means={}, seeds=0, agreeing=0)
     means = {arm: mean([found[seed] for seed in shared]) for arm, found in per_arm.items()}
     agreeing = sum(claim.holds({arm: found[seed] for arm, found in per_arm.items()}) for seed in shared)
-    verdict = "confirmed" if claim.holds(means) else "contradicted"
+    verdict = {len(shared): "confirmed", 0: "contradicted"}.get(agreeing, "undecided")
     return Judgement(verdict=verdict, means=means, seeds=len(shared), agreeing=agreeing)
 
 

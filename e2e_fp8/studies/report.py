@@ -105,7 +105,11 @@ def _verdicts(study: Study, results: Results) -> str:
         claim = parse_claim(expectation.claim, arms=study.arms, figures=study.figures)
         judgement = judge(claim, results.values(claim.figure))
         lines.append(f"- **{judgement.verdict}**: `{expectation.claim}` ({expectation.source}). {_evidence(claim, judgement)}")
-    return "## Expectations\n\nJudged by the means over the seeds that all arms of a line share.\n\n" + "\n".join(lines)
+    rule = (
+        "Confirmed when every seed that all arms of a line share agrees, contradicted when none does, undecided when they differ; the "
+        "numbers are means over those seeds."
+    )
+    return f"## Expectations\n\n{rule}\n\n" + "\n".join(lines)
 
 
 def _evidence(claim: Claim, judgement: Judgement) -> str:
