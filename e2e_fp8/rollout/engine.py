@@ -11,65 +11,17 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.delivery import Deliveries, Delivery
+from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery, engine_layout, read_hf_config
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment
 from e2e_fp8.rollout.rank_layout import rank_layout
-from e2e_fp8.rollout.router_gate import router_options
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed, split_record
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LiveParameters
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
-
-
-def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM`` for a run; a pure function of its inputs."""
-    rollout = cfg.rollout
-    args: dict[str, Any] = {
-        "model": str(model_dir),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "seed": cfg.run.seed,
-        "generation_config": "vllm",
-        "max_model_len": rollout.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(2048, rollout.max_model_len),
-        # vLLM rewinds the generator of a request whose prompt it cuts, and a CPU generator cannot be rewound
-        "enable_chunked_prefill": device != "cpu",
-        "tensor_parallel_size": rollout.tensor_parallel,
-        "enforce_eager": rollout.enforce_eager or device == "cpu",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": 1,
-        "hf_overrides": {"head_dtype": cfg.numerics.head_dtype},
-        "weight_transfer_config": {"backend": "e2e_fp8_local"},
-        "enable_return_routed_experts": is_moe and rollout.capture_routed_experts,
-        # These passes quantize inside other kernels and drop the configured rounding of scales.
-        "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
-        "additional_config": {
-            "e2e_fp8": {
-                "power_2_scale": cfg.numerics.activation_power_2_scale,
-                "amax_epsilon": cfg.numerics.amax_epsilon,
-                ALIGNMENT_KEY: choices_on(cfg.numerics, device),
-                **router_options(cfg),
-            },
-        },
-        "disable_log_stats": True,
-    }
-    if rollout.expert_parallel:
-        args["enable_expert_parallel"] = True
-    if device == "cuda":
-        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        if rollout.kv_cache_gib is not None:
-            # vLLM still asks for its share to be free at the start
-            args |= {"kv_cache_memory_bytes": rollout.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
-        args["enable_sleep_mode"] = rollout.sleep_level > 0
-        if is_moe and fp8:
-            args["moe_backend"] = rollout.moe_backend
-    return args
 
 
 @contextmanager

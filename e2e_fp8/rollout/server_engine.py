@@ -16,7 +16,7 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.agreement import check_agreement
-from e2e_fp8.rollout.engine import engine_args
+from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.engine_layout import read_hf_config
 from e2e_fp8.rollout.environment import apply_environment, rollout_environment
 from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_seed, split_record

@@ -18,7 +18,7 @@ from rollout_engine_process import exported, hf_config, random_weights
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.export.policy_folder import checkpoint_writer
-from e2e_fp8.rollout.engine import engine_args
+from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.environment import rollout_environment
 from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flags
 from e2e_fp8.rollout.worker_extension import WorkerExtension

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError, DataError, EngineError
-from e2e_fp8.rollout.engine import engine_args
+from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.engine_layout import TensorSlot, engine_layout
 from e2e_fp8.rollout.engine_thread import EngineThread
 from e2e_fp8.rollout.environment import apply_environment, check_environment, rollout_environment
