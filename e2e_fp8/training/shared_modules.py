@@ -78,12 +78,22 @@ class SharedMoELayer(MoELayer):
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(weights float32 [T, k], ids int64 [T, k])``, in the order in which the outputs are summed."""
         top_k, renormalize = self.config.moe_router_topk, not self.config.moe_router_pre_softmax
-        ids_Tk = row_invariant.top_k(logits_TE, top_k) if "top_k" in self.shared else torch.topk(logits_TE, top_k, dim=1).indices
+        ids_Tk = self._top_k(logits_TE, top_k)
         if "gate_normalization" in self.shared:
             return SharedRouterWeights.apply(logits_TE, ids_Tk, renormalize), ids_Tk
         if renormalize:
             return logits_TE.gather(1, ids_Tk).softmax(-1, dtype=torch.float32), ids_Tk
         return logits_TE.softmax(-1, dtype=torch.float32).gather(1, ids_Tk), ids_Tk
+
+    def _top_k(self, logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        """int64 ``[T, k]``; Megatron's routing replay, where it is on, has the last word as in its own router."""
+
+        def chosen(scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = row_invariant.top_k(scores, topk) if "top_k" in self.shared else torch.topk(scores, topk, dim=1).indices
+            return scores.gather(1, ids), ids
+
+        replay = self.router.router_replay
+        return chosen(logits_TE, top_k)[1] if replay is None else replay.get_replay_topk(logits_TE, top_k, None, None, chosen)[1]
 
     def _experts(self, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
         tokens, top_k = ids_Tk.shape

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from references import qwen3_reference
 from training_cases import fresh_generator, nll, random_batch, small_config, trained_tokens
 
 from e2e_fp8.config.alignment import choices_at
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.export.hf_names import to_hf
-from e2e_fp8.numerics.row_invariant import rotary_table
+from e2e_fp8.numerics.row_invariant import rotary_table, router_weights
 from e2e_fp8.training.attention import sdpa_packed
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import even_out
@@ -139,6 +140,22 @@ def test_the_expert_layer_with_native_choices_is_megatrons(generator):
             results.append((out.detach(), leaf.grad))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
+
+
+def test_the_shared_expert_layer_follows_a_routing_replay(generator):
+    engine = MegatronEngine(small_config("qwen3_moe", numerics={"alignment": "bitwise"}))
+    layer, logits = engine.model.decoder.layers[0].mlp, torch.randn(5, 4, generator=generator)
+    replay = RouterReplay()
+    try:
+        layer.router.router_replay = replay
+        wanted = torch.tensor([[3, 0]] * 5)
+        replay.set_target_indices(wanted)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        weights, ids = layer.choose(logits)
+    finally:
+        RouterReplay.global_router_replay_instances.remove(replay)
+    assert torch.equal(ids, wanted)
+    assert torch.equal(weights, router_weights(logits, wanted, renormalize=True))
 
 
 def model_gradients(engine, batch):
