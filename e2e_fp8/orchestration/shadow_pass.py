@@ -38,8 +38,12 @@ class ClipState:
 
 
 def in_use(configured: ObjectiveConfig, factor: float) -> ObjectiveConfig:
-    """The objective with its ranges moved by ``factor``; the configured one itself at 1."""
-    if factor == 1.0:
+    """The objective with its ranges moved by ``factor``; the configured one itself at 1 and where calibration is off.
+
+    A resumed run may have other limits than the one that found the factor: they hold at once.
+    """
+    factor = min(max(factor, configured.calibration.min_factor), configured.calibration.max_factor)
+    if factor == 1.0 or not configured.calibration.interval:
         return configured
     moved = {"clip_low": configured.clip_low * factor}
     if configured.calibration.ranges == "both":

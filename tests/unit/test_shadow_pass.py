@@ -153,6 +153,14 @@ def test_ranges_move_to_clip_as_many_in_fp8_as_a_bf16_engine_would(kind):
     assert in_use(objective, ClipState.from_state_dict(shadow.state.state_dict()).factor) == moved
 
 
+def test_a_resumed_run_obeys_its_own_configuration():
+    state = ClipState.from_state_dict({"steps_since": 3, "factor": 4.0})
+    assert in_use(ObjectiveConfig(clip_low=0.1, calibration={"interval": 5}), state.factor).clip_low == 0.1 * 4.0
+    assert in_use(ObjectiveConfig(clip_low=0.1, calibration={"interval": 5, "max_factor": 2.0}), state.factor).clip_low == 0.1 * 2.0
+    off = ObjectiveConfig(clip_low=0.1)
+    assert in_use(off, state.factor) is off
+
+
 @pytest.mark.parametrize(("limits", "factor"), [({"max_factor": 1.0}, 1.0), ({"min_factor": 1.0, "max_factor": 3.0}, 3.0)])
 def test_bounds_hold_and_low_alone_moves_where_asked(limits, factor):
     """All advantages negative and the FP8 ratios far below the BF16 ones' bound: the range wants to grow past any limit."""

@@ -207,17 +207,18 @@ def test_vllm_serves_a_classifier_whose_numbers_are_its_own(tmp_path):
         await_health(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
         responses = [(prompt(f"p-{i}"), text) for i, text in enumerate(["2", "yes", "no 7 3", "1 1"])]
         rewards = {}
-        for endpoint in ("classify", "pooling"):
+        for endpoint in ("classify", "pooling", "score"):
             cfg = settings(f"http://127.0.0.1:{port}", endpoint=endpoint, activation=False, timeout_s=120.0)
             rewards[endpoint] = reward_model_rewards(responses, cfg)
         with torch.no_grad():
             expected = [float(model(**tokenizer(p.text + text, return_tensors="pt")).logits[0, 0]) for p, text in responses]
         # float32 on both sides, another order of sums in sixteen products of at most 128 terms
         assert rewards["classify"] == pytest.approx(expected, abs=1e-3)
-        assert rewards["pooling"] == pytest.approx(rewards["classify"], abs=1e-3)
+        assert rewards["pooling"] == rewards["classify"] == rewards["score"]
         assert len({round(value, 2) for value in expected}) > 1
+        # by default the server applies the sigmoid of a single label
         scores = reward_model_rewards(responses, settings(f"http://127.0.0.1:{port}", endpoint="score", timeout_s=120.0))
-        assert all(math.isfinite(value) and 0 <= value <= 1 for value in scores)
+        assert scores == pytest.approx([1 / (1 + math.exp(-value)) for value in expected], abs=1e-3)
         with pytest.raises(RewardModelError, match=r"prompt p-1 after 1 requests, last: status 404"):
             reward_model_reward(prompt(), "2", settings(f"http://127.0.0.1:{port}").model_copy(update={"model": "other"}))
     finally:
@@ -226,7 +227,7 @@ def test_vllm_serves_a_classifier_whose_numbers_are_its_own(tmp_path):
 
 
 def await_health(url: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]
         try:
