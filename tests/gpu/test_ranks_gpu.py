@@ -10,6 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from rank_cases import MODEL, SCRIPT, Case, free_port, rank_environment, whole_weights
+from test_loop_ranks import GRIDS as LOOP_GRIDS
+from test_loop_ranks import check_loop, torchrun
 from test_ranks import CASES, check_bytes, check_step, run_torchrun, write_case
 from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, Served, address, case_config, check_server, check_transfer
 
@@ -27,6 +29,12 @@ def test_two_gpus(name, tmp_path):
         run_torchrun(job, out)
     check_bytes(case, tmp_path / "many")
     check_step(case, tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.parametrize("grid", LOOP_GRIDS)
+def test_whole_loop(grid, tmp_path):
+    """Not run yet on GPUs. The server shares the first trainer rank's GPU."""
+    check_loop(torchrun, tmp_path, grid, "run.backend=cuda", "run.threads=0", "rollout.kv_cache_gib=2", "rollout.server_devices=0")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs: two trainer and two engine ranks")

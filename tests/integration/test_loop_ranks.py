@@ -105,10 +105,14 @@ def own_sentences(stderr: str) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("grid", [pytest.param(name, marks=[pytest.mark.slow] if name != "dp2" else []) for name in GRIDS])
 def test_whole_loop(grid, start, tmp_path):
-    """From the warm start to the report, with a server that rank 0 starts; then the commands that read the run in one process."""
-    code, stdout, stderr = finish(start(*sets(tmp_path, grid, *GRIDS[grid])))
+    check_loop(start, tmp_path, grid)
+
+
+def check_loop(start, out: Path, grid: str, *more: str) -> None:
+    """From the warm start to the report, with a server that rank 0 starts; then a command that reads the run in one process."""
+    code, stdout, stderr = finish(start(*sets(out, grid, *GRIDS[grid], *more)))
     assert code == 0, stderr[-4000:]
-    run = tmp_path / grid
+    run = out / grid
     assert stdout.strip().splitlines()[-1] == str(run)
     steps = records(run, "metrics.jsonl")
     assert [s["phase"] for s in steps] == [0.0, 0.0, 1.0, 1.0]
@@ -134,9 +138,10 @@ def test_whole_loop(grid, start, tmp_path):
     ("more", "sentence"),
     [
         (["training.parallel.tensr=2"], "training.parallel.tensr"),
-        (
+        pytest.param(
             ["training.parallel.tensor=2", "training.parallel.pipeline=2"],
             "2 ranks, which is not a multiple of tensor x pipeline = 4",
+            marks=pytest.mark.slow,
         ),
         (["rollout.placement=in_process", "sync.transport=local"], "Set rollout.placement=server and sync.transport=ipc"),
     ],

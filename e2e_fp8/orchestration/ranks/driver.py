@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
@@ -152,9 +153,10 @@ class DrivingEngine(MegatronEngine):
         return self.channel.ask_all()
 
     def close(self) -> None:
-        """Let the others go; nothing when they can no longer be told."""
+        """Let the others go and leave the process group; nothing when they can no longer be told."""
         if not self.channel.is_broken:
             self.channel.tell({"do": "stop"})
+            dist.destroy_process_group()
 
 
 def answers_stats(grid: RankGrid, rank: int) -> bool:
