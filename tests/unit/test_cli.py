@@ -12,7 +12,7 @@ import yaml
 from e2e_fp8.cli import main as cli
 from e2e_fp8.config.load import load_config
 
-COMMANDS = ("train", "eval", "export", "receipt", "report", "doctor", "config", "plan", "study")
+COMMANDS = ("train", "eval", "export", "receipt", "report", "doctor", "config", "plan", "align", "study")
 
 
 def run(*args: str, cwd=None) -> subprocess.CompletedProcess:

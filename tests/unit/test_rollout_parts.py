@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from e2e_fp8.config.alignment import choices_at
+from e2e_fp8.config.load import parse_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError, DataError, EngineError
 from e2e_fp8.rollout.engine_args import engine_args
@@ -124,7 +126,10 @@ def test_pow2_scales_are_refused_where_vllm_would_requantize():
 def test_engine_args_follow_the_config(tmp_path):
     cfg = Config.model_validate({"numerics": {"scale_format": "pow2"}, "rollout": {"moe_backend": "triton"}})
     cpu = engine_args(cfg, tmp_path, device="cpu", is_moe=True, fp8=True)
-    assert cpu["additional_config"] == {"e2e_fp8": {"power_2_scale": True, "amax_epsilon": 0.0}}
+    assert cpu["additional_config"] == {"e2e_fp8": {"power_2_scale": True, "amax_epsilon": 0.0, "alignment": choices_at("fast")}}
+    switched = parse_config({"numerics": {"alignment": "bitwise", "alignment_overrides": {"head": "native"}}})
+    passed = engine_args(switched, tmp_path, device="cpu", is_moe=True, fp8=True)["additional_config"]["e2e_fp8"]["alignment"]
+    assert passed == choices_at("bitwise") | {"head": "native"}
     assert cpu["enable_return_routed_experts"]
     assert "moe_backend" not in cpu
     assert engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)["moe_backend"] == "triton"
