@@ -42,6 +42,31 @@ def test_changed_source_or_version_is_refused():
         patching.apply_once(replace(patch, versions=("0.18.0",)))
 
 
+@pytest.mark.parametrize("path", ["Node.__repr__", "ScalarNode"])
+def test_methods_and_classes_can_be_replaced(path):
+    import importlib.metadata
+
+    import yaml.nodes
+
+    owner, name = (yaml.nodes.Node, "__repr__") if "." in path else (yaml.nodes, path)
+    original = getattr(owner, name)
+    patch = replace(
+        CPU_PATCHES[0],
+        name=path,
+        target=f"yaml.nodes:{path}",
+        also_bound_in=(),
+        distribution="PyYAML",
+        versions=(importlib.metadata.version("PyYAML"),),
+        source_sha256=patching.source_sha256(original),
+        replacement=lambda *args: "replaced",
+    )
+    assert patching.apply_once(patch)
+    patching.verify_live(patch)
+    assert getattr(owner, name) is patch.replacement
+    patching.revert(patch)
+    assert getattr(owner, name) is original
+
+
 @pytest.mark.usefixtures("unpatched")
 def test_split_sizes_become_numpy_only_when_patched():
     from megatron.core.transformer.moe import token_dispatcher
