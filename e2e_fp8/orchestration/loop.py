@@ -319,14 +319,19 @@ class Run:
 
 def train(cfg: Config) -> Path:
     """Run or resume; returns the run folder, which then holds ``report.html``."""
-    run = Run(cfg)
+    run, finishes = Run(cfg), True
     try:
         run.execute()
+    except RankError:
+        # The launcher kills this rank soon, so its sentence comes before everything else; its child processes end with it.
+        finishes = False
+        raise
     except UserError as error:
         run.save_after(error)
         raise
     finally:
-        run.close()
-        run.report()
+        if finishes:
+            run.close()
+            run.report()
     print_summary(run.folder.root)
     return run.folder.root
