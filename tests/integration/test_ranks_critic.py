@@ -23,7 +23,7 @@ def alone(case: Case) -> Case:
     return Case(world=1, precision=case.precision, model=case.model, steps=0, more=MORE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["dp2", "pp2", "bf16_tp2", pytest.param("bf16_dense_tp2", marks=pytest.mark.slow)])
 def test_values_head_and_reports_are_those_of_one_rank(name, results):
     case = CASES[name]
     folder, single = results(case), results(alone(case))
