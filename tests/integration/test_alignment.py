@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from e2e_fp8.alignment.chain import Chain
+from e2e_fp8.alignment.chain import Chain, chain_config
 from e2e_fp8.alignment.compare import Difference, Link
 from e2e_fp8.cli.align import report
 from e2e_fp8.cli.main import main
 from e2e_fp8.config.alignment import CAUSES
+from e2e_fp8.config.load import load_config
+from e2e_fp8.errors import ConfigError
 
 PROCESS = Path(__file__).with_name("alignment_process.py")
 CONFIGS = {"dense": "quickstart_dense.yaml", "moe": "quickstart.yaml"}
+QUICKSTART = PROCESS.parents[2] / "configs" / "quickstart.yaml"
 LINKS = ["bytes", "trainer batch", "decode", "engine batch", "chunked", "prefix cache", "modules", "log-probs"]
 LAYER_MODULES = {"dense": 15, "moe": 17}
 
@@ -107,15 +110,19 @@ def test_the_command_prints_the_first_broken_link_and_exits_with_1(capsys):
     ("overrides", "words"),
     [
         (["rollout.placement=server", "sync.transport=disk"], "rollout.placement to in_process"),
+        (["run.backend=auto"], "run.backend to cpu"),
         (["model.max_position_embeddings=64", "rollout.max_model_len=64"], "max_position_embeddings is 64"),
-        (["numerics.alignment_overrides={attention: slow}"], "alignment_overrides.attention"),
     ],
 )
-def test_what_cannot_be_checked_is_refused_in_one_sentence(overrides, words, capsys):
-    arguments = [item for override in ["run.backend=cpu", *overrides] for item in ("--set", override)]
-    root = PROCESS.parents[2]
-    assert main(["align", "check", str(root / "configs" / "quickstart.yaml"), *arguments]) == 2
-    assert words in capsys.readouterr().err
+def test_what_the_chain_cannot_run_is_refused(overrides, words):
+    cfg = load_config(QUICKSTART, ["run.backend=cpu", *overrides])
+    with pytest.raises(ConfigError, match=words):
+        chain_config(cfg)
+
+
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
+    assert main(["align", "check", str(QUICKSTART), "--set", "numerics.alignment_overrides={attention: slow}"]) == 2
+    assert "alignment_overrides.attention is 'slow'" in capsys.readouterr().err
 
 
 def test_help_says_what_the_exit_codes_mean(capsys):
