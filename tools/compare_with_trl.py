@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from e2e_fp8.config.correction import CorrectionConfig
-from e2e_fp8.config.objective import ObjectiveConfig
+from e2e_fp8.config.objective import Aggregation, ObjectiveConfig
 from e2e_fp8.correction.apply import correct
 from e2e_fp8.update.advantages import group_advantages
 from tools.compare_with_peers import Comparison, Padded, gap, our_loss, with_gradient
@@ -112,12 +112,13 @@ def policy_losses(p: Padded) -> Iterator[Comparison]:
         ours = with_gradient(our_loss(p.packed(), objective), p.log_probs)
         return Comparison(peer="trl", name=name, difference=gap(ours, theirs), reason=reason)
 
-    for loss_type, mode in (
+    aggregations: tuple[tuple[str, Aggregation], ...] = (
         ("grpo", "seq-mean-token-mean"),
         ("bnpo", "token-mean"),
         ("dapo", "token-mean"),
         ("dr_grpo", "seq-mean-token-sum-norm"),
-    ):
+    )
+    for loss_type, mode in aggregations:
         yield compare(f"{loss_type} = {mode}", ObjectiveConfig(loss_agg_mode=mode), loss_type=loss_type)
     yield compare("dapo, delta 3 = dual clip", ObjectiveConfig(kind="ppo"), loss_type="dapo", delta=3.0)
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4}
@@ -148,11 +149,12 @@ def accumulation(p: Padded) -> Iterator[Comparison]:
 
         return with_gradient(step, p.log_probs)
 
-    for loss_type, mode, reason in (
+    divided: tuple[tuple[str, Aggregation, str], ...] = (
         ("dapo", "token-mean", ""),
         ("bnpo", "token-mean", "TRL's bnpo averages each micro-batch's own token mean; one denominator for the optimizer step here"),
         ("grpo", "seq-mean-token-mean", "TRL's grpo weighs micro-batches alike whatever number of sequences they hold"),
-    ):
+    )
+    for loss_type, mode, reason in divided:
         ours = with_gradient(our_loss(p.packed(), ObjectiveConfig(loss_agg_mode=mode)), p.log_probs)
         yield Comparison(peer="trl", name=f"{loss_type}, micro-batches of 2 and 4", difference=gap(ours, theirs(loss_type)), reason=reason)
 

@@ -28,7 +28,7 @@ class PreciseRouter(TopKRouter):
                 f"A router is a {type(router).__name__} or has a bias, but numerics.router_precision knows a plain TopKRouter."
             )
         router.__class__ = cls
-        router.__dict__.update(precision=precision, recipe=plan)
+        vars(router).update(precision=precision, recipe=plan)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """float32 logits ``[..., E]``."""
