@@ -27,7 +27,7 @@ class SharedCpuAttention(CPUAttentionBackendImpl):
         """
         if not shared:
             if isinstance(impl, cls):
-                impl.__class__ = CPUAttentionBackendImpl
+                impl.__class__ = CPUAttentionBackendImpl  # pyright: ignore[reportAttributeAccessIssue]
             return
         plain = (
             isinstance(impl, CPUAttentionBackendImpl)
