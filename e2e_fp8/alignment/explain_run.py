@@ -16,7 +16,6 @@ from e2e_fp8.errors import ConfigError, writing
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.data_order import generation_seed, prompts_of_step
 from e2e_fp8.orchestration.environment import seed_generators
-from e2e_fp8.orchestration.ranks.shares import on_one_rank
 from e2e_fp8.orchestration.session import Session, load_task_for, write_model_dir
 from e2e_fp8.orchestration.warm_start import warm_start
 from e2e_fp8.training.engine import MegatronEngine
@@ -32,7 +31,6 @@ def explain(cfg: Config, run_dir: Path | None, folder: Path, *, prompts: int) ->
     Raises:
         CheckpointError: ``run_dir`` has no whole checkpoint.
     """
-    cfg = on_one_rank(cfg) if run_dir is not None else cfg
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
     task = load_task_for(cfg)

@@ -24,6 +24,7 @@ NOT_MEASURED = {
     "gemm_backend": "both sides call one implementation of the FP8 products with exact block sums (CPU); explain does not run on a GPU",
     "kv_precision": "keys and values are BF16 on both sides, there is no setting for another format",
     "top_p": "sampling is not truncated, there is no setting for it",
+    "parallel_sums": "trainer and engine are of one rank each here, whatever ranks trained a run",
     "router_replay": "replay hides the router's part of the mismatch, so it is off here",
 }
 """Causes of a mismatch elsewhere -> why there is no row."""

@@ -65,7 +65,7 @@ def _explain(args: argparse.Namespace) -> int:
     from e2e_fp8.config.alignment_explain import explain_config
     from e2e_fp8.orchestration.environment import prepare
 
-    cfg = explain_config(prepare(cfg))
+    cfg = explain_config(prepare(cfg), one_rank=run_dir is not None)
     from e2e_fp8.alignment.explain_run import explain, write
 
     out = args.out or run_dir or Path(cfg.run.out_dir) / cfg.run.name

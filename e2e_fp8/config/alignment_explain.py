@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from e2e_fp8.config.alignment import CAUSES, check_alignment, choices_at
+from e2e_fp8.config.training import ParallelConfig
 from e2e_fp8.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def violations(gates: Mapping[str, float], measured: Mapping[str, Mapping[str, f
     return found
 
 
-def explain_config(cfg: "Config") -> "Config":
-    """The configuration as ``align explain`` runs it.
+def explain_config(cfg: "Config", *, one_rank: bool = False) -> "Config":
+    """The configuration as ``align explain`` runs it; with ``one_rank``, the weights of a run of several trainer ranks in one process.
 
     Raises:
         ConfigError: the causes cannot be switched in it.
@@ -99,6 +100,8 @@ def explain_config(cfg: "Config") -> "Config":
     training = cfg.training.model_copy(
         update={"router_replay": cfg.training.router_replay.model_copy(update={"mode": "disabled"}), "minibatches_per_step": 1}
     )
+    if one_rank:
+        training = training.model_copy(update={"parallel": ParallelConfig()})
     rollout = cfg.rollout.model_copy(update={"sleep_level": 0})
     sync = cfg.sync.model_copy(update={"transport": "local"})
     cfg = cfg.model_copy(update={"training": training, "rollout": rollout, "sync": sync})
