@@ -6,6 +6,9 @@ from typing import Any
 _COLOURS = {"baseline": "#2b8a3e", "cause": "#0b6bcb", "total": "#d9480f", "what_if": "#8a94a0"}
 _LABELS = {"cause": "open in the configuration", "total": "the configuration", "what_if": "not part of it: what it would add"}
 
+_SMALLEST_SHOWN = 1e-5
+"""Share of the largest row below which a row has its number alone, so that rounding of the last bit does not take the axis."""
+
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Write ``record`` (e2e_fp8.alignment.explain_run.record_of) as a PNG: mismatch KL of each row, relative error of each module of the
@@ -25,20 +28,21 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def _draw_causes(axes: Any, rows: list[dict[str, Any]]) -> None:
+    from matplotlib.patches import Patch
+
     names = [row["name"] for row in rows][::-1]
     values = [row["metrics"]["mismatch_kl"] for row in rows][::-1]
     kinds = [row["kind"] for row in rows][::-1]
     positive = [v for v in values if v > 0]
-    floor = min(positive, default=1e-6) / 3
-    axes.barh(names, [max(v, floor) if v > 0 else 0 for v in values], color=[_COLOURS[k] for k in kinds])
+    largest = max(positive, default=1e-5)
+    floor = max(min(positive, default=1e-6) / 3, largest * _SMALLEST_SHOWN)
+    axes.barh(names, values, color=[_COLOURS[k] for k in kinds])
     axes.set_xscale("log")
-    axes.set_xlim(floor, 3 * max(positive, default=1e-5))
+    axes.set_xlim(floor, 12 * largest)
     for index, value in enumerate(values):
-        axes.text(value * 1.08 if value > 0 else floor * 1.08, index, f"{value:.2g}" if value else "0", va="center", fontsize=8)
-    for kind, label in _LABELS.items():
-        if kind in kinds:
-            axes.barh([], [], color=_COLOURS[kind], label=label)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=1, frameon=False)
+        axes.text(max(value, floor) * 1.08, index, f"{value:.2g}" if value else "0", va="center", fontsize=8)
+    handles = [Patch(color=_COLOURS[kind], label=label) for kind, label in _LABELS.items() if kind in kinds]
+    axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=1, frameon=False)
     axes.set_title("mismatch KL (k3), one cause at a time", fontsize=10)
     axes.tick_params(labelsize=8)
 
