@@ -63,9 +63,11 @@ def _explain(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{run_dir} is not a run folder (it has no config.yaml): pass the folder that e2e-fp8 train wrote.")
     cfg = load_config(target / "config.yaml" if run_dir else target, args.overrides)
     from e2e_fp8.config.alignment_explain import explain_config
-    from e2e_fp8.orchestration.environment import prepare
+    from e2e_fp8.orchestration.environment import prepare_environment, resolve_backend
 
-    cfg = explain_config(prepare(cfg), one_rank=run_dir is not None)
+    # what is refused leaves the environment as it was
+    cfg = explain_config(resolve_backend(cfg), one_rank=run_dir is not None)
+    prepare_environment(cfg)
     from e2e_fp8.alignment.explain_run import explain, write
 
     out = args.out or run_dir or Path(cfg.run.out_dir) / cfg.run.name
