@@ -37,7 +37,8 @@ def _draw_causes(axes: Any, rows: list[dict[str, Any]]) -> None:
     largest = max(positive, default=1e-5)
     floor = max(min(positive, default=1e-6) / 3, largest * _SMALLEST_SHOWN)
     axes.barh(names, values, color=[_COLOURS[k] for k in kinds])
-    axes.set_xscale("log")
+    if positive:
+        axes.set_xscale("log")
     axes.set_xlim(floor, 12 * largest)
     for index, value in enumerate(values):
         axes.text(max(value, floor) * 1.08, index, f"{value:.2g}" if value else "0", va="center", fontsize=8)
