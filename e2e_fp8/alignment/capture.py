@@ -39,15 +39,18 @@ def module_order(layers: int) -> list[str]:
 
 
 class Recorder:
-    """Collects rows of each name over one or more forward passes."""
+    """Collects rows of each name over one or more forward passes; with ``only``, those of one module of every layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: str | None = None) -> None:
+        self._only = only
         self._parts: dict[str, list[torch.Tensor]] = {}
         self.token_ids: list[list[int]] = []
         """Input of each forward pass."""
 
     def add(self, name: str, value: torch.Tensor, rows: int | None = None) -> None:
         """Keep a copy of ``value`` as ``[rows, -1]`` (all leading axes are tokens unless ``rows`` says how many there are)."""
+        if self._only is not None and name.rpartition(".")[2] != self._only:
+            return
         copy = value.detach().clone()
         self._parts.setdefault(name, []).append(copy.reshape(copy.shape[0] if rows is None else rows, -1))
 

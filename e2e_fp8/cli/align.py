@@ -1,4 +1,4 @@
-"""``e2e-fp8 align``: do trainer and engine compute the same, and where not."""
+"""``e2e-fp8 align``: do trainer and engine compute the same, where not, and why."""
 
 import argparse
 import json
@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from e2e_fp8.cli.align_explain import add_explain
 
 if TYPE_CHECKING:
     from e2e_fp8.alignment.compare import Link
@@ -18,12 +20,20 @@ def add_align(commands: "argparse._SubParsersAction") -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     summary = "parity of trainer and engine, link by link"
     parser = commands.add_parser("align", help=summary, description="Compares what trainer and engine compute.", formatter_class=formatter)
-    actions = parser.add_subparsers(required=True, metavar="{check}")
+    actions = parser.add_subparsers(required=True, metavar="{check,explain}")
     check = actions.add_parser(
         "check", help="run the parity chain of a configuration", description=_check.__doc__, formatter_class=formatter
     )
     check.add_argument("config", metavar="CONFIG.yaml", help="run configuration, for example configs/quickstart.yaml")
-    check.add_argument(
+    _add_set(check)
+    check.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the chain's random tokens (default: %(default)s)")
+    check.add_argument("--json", action="store_true", help="print the links as JSON")
+    check.set_defaults(command=_check)
+    add_explain(actions)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
@@ -31,9 +41,6 @@ def add_align(commands: "argparse._SubParsersAction") -> None:
         metavar="SECTION.FIELD=VALUE",
         help="override one field, for example numerics.alignment=bitwise; may be repeated",
     )
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the chain's random tokens (default: %(default)s)")
-    check.add_argument("--json", action="store_true", help="print the links as JSON")
-    check.set_defaults(command=_check)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -30,11 +30,13 @@ examples:
   e2e-fp8 receipt verify runs/quickstart 130                do the checkpoint and the engine of that step hold the same bytes?
   e2e-fp8 report runs/quickstart                            self-contained report.html
   e2e-fp8 align check configs/quickstart.yaml --set numerics.alignment=bitwise    do trainer and engine agree bit for bit?
+  e2e-fp8 align explain runs/quickstart                     the mismatch by cause; thresholds in health.alignment_gates
   e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
   e2e-fp8 study configs/studies/precision.yaml              run the arms of a study with several seeds, then study report
 
 Every field is described in docs/config.md. Exit codes: 0 done, 1 no ground can run (doctor), tensors
-differ (receipt) or trainer and engine do (align), 2 a mistake in what was asked (one sentence says which), 130 interrupted.
+differ (receipt), trainer and engine do (align check) or a gate is exceeded (align explain), 2 a mistake in
+what was asked (one sentence says which), 130 interrupted.
 """
 
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from e2e_fp8.config.alignment import check_alignment
+from e2e_fp8.config.alignment_explain import check_alignment_gates
 from e2e_fp8.config.critic import critic_config
 from e2e_fp8.config.layout_rule import check_layout
 from e2e_fp8.config.objective_rules import check_calibration, check_correction, check_objective
@@ -39,6 +40,7 @@ def check_cross_fields(cfg: "Config") -> None:
         _check_model,
         _check_precisions,
         check_alignment,
+        check_alignment_gates,
         _check_high_precision,
         _check_tiles,
         _check_shares,

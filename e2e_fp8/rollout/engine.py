@@ -199,6 +199,10 @@ class VllmEngine:
 
         self._thread.run("change of operators", self.cfg.rollout.timeout_s, change)
 
+    def model_runner(self) -> Any:
+        """vLLM's, whose sampler forced decoding replaces; call on the engine's thread."""
+        return self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._thread.run("reset of the prefix cache", self.cfg.rollout.timeout_s, lambda: self._llm.reset_prefix_cache())

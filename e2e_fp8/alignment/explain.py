@@ -1,0 +1,202 @@
+"""Attribution of the mismatch between trainer and engine: causes opened one at a time from ``bitwise`` to the configuration.
+
+Responses are sampled once, by the engine of the configuration. Everything after speaks of these tokens: the engine decodes them again, one
+at a time, with the operators of each row, and the trainer scores them with its own. So rows differ by their cause alone and not by
+what was sampled. The baseline shares every operator and must be 0, bit for bit.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from e2e_fp8.alignment.capture import Recorder, module_order, watch_engine, watch_trainer
+from e2e_fp8.alignment.chain import packed
+from e2e_fp8.alignment.divergence import ModuleDivergence, by_module, changed_experts, token_metrics
+from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of
+from e2e_fp8.config.alignment_explain import BASELINE, GROUPS, TOTAL, with_numerics
+from e2e_fp8.config.root import Config
+from e2e_fp8.orchestration.batching import pack_samples, response_values
+from e2e_fp8.orchestration.replay import Routing, routing_of
+from e2e_fp8.orchestration.session import Session
+from e2e_fp8.rollout.engine import VllmEngine
+from e2e_fp8.rollout.forced_decoding import forced_responses
+from e2e_fp8.training.engine import MegatronEngine
+from e2e_fp8.types import PackedBatch, Sample
+
+LAYER_SAMPLES = 4
+"""Sequences whose modules are compared."""
+
+
+class ExplainEngine(VllmEngine):
+    """The run's engine, which records the experts of a mixture of experts whatever the configuration says."""
+
+    def _loader_args(self) -> dict[str, Any]:
+        return {"enable_return_routed_experts": self.cfg.model.is_moe}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    group: str
+    kind: str
+    """``baseline``, ``cause`` (open in the configuration), ``total`` or ``what_if`` (on top of the baseline, not open)."""
+    what: str
+    """What differs between the two sides."""
+    metrics: dict[str, float]
+    """See e2e_fp8.config.alignment_explain.METRICS."""
+    changed_experts: list[float] | None = None
+    """By layer; None for a dense model, and where one side alone is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """One side's view of the samples."""
+
+    log_probs: list[torch.Tensor]
+    """float32 ``[R]`` of each sample's own tokens."""
+    chosen: list[torch.Tensor] | None = None
+    """Trainer: bool ``[n, L, E]`` of each sample."""
+    routings: list[Routing] | None = None
+    """Engine: its choices."""
+
+
+@dataclass(kw_only=True)
+class Explanation:
+    """All that was measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    """Cause -> why it has no row."""
+    modules: list[ModuleDivergence] = field(default_factory=list)
+    """Of the configuration, over the first samples, each alone on both sides."""
+    trainer: Scores = Scores(log_probs=[])
+    engine: Scores = Scores(log_probs=[])
+    """Both sides of the configuration, for the view by position."""
+    sampled_again: float = 0.0
+    """Largest |difference| between the log-probs that the engine reported when it sampled and when it decoded the same tokens again."""
+
+
+class Explainer:
+    """A session with sampled responses, whose sides are given other operators row by row."""
+
+    def __init__(self, session: Session, samples: Sequence[Sample]) -> None:
+        assert isinstance(session.rollout, VllmEngine)
+        self.session, self.cfg, self.engine = session, session.cfg, session.rollout
+        self.samples = list(samples)
+        self.state = session.trainer.state_dict()
+        self.open = choices_of(self.cfg.numerics)
+        self.shared = choices_at("bitwise")
+        self.batches: list[PackedBatch] = pack_samples(
+            self.samples,
+            torch.zeros(len(self.samples)),
+            max_tokens=self.cfg.training.max_tokens_per_microbatch,
+            device=session.trainer.device,
+        )
+
+    def causes(self) -> list[str]:
+        """Those that this model has and this configuration does not share."""
+        return [n for n, c in CAUSES.items() if (self.cfg.model.is_moe or not c.moe_only) and self.open[n] != self.shared[n]]
+
+    def explain(self) -> Explanation:
+        """Baseline, one cause at a time, the configuration, and where that one diverges."""
+        found = Explanation()
+        found.rows.append(self._operators(BASELINE, "", "baseline", "every operator shared", self.shared)[0])
+        for name in self.causes():
+            choice = CAUSES[name].choices[self.open[name]]
+            what = f"{choice.trainer} | {choice.rollout}"
+            found.rows.append(self._operators(name, GROUPS[name], "cause", what, self.shared | {name: self.open[name]})[0])
+        what = "the configuration, all of the above together"
+        row, found.trainer, found.engine = self._operators(TOTAL, "", "total", what, self.open, self.session.trainer)
+        found.rows.append(row)
+        sampled = self._own([torch.tensor(s.rollout_log_probs) for s in self.samples])
+        found.sampled_again = max(float((a - b).abs().max()) for a, b in zip(sampled, found.engine.log_probs, strict=True))
+        found.modules = self.modules(self.session.trainer)
+        return found
+
+    def trainer_with(self, choices: Mapping[str, str], **numerics: Any) -> MegatronEngine:
+        """A trainer of the session's weights, in FP8 unless said otherwise, with these operators."""
+        return self.trainer_of(with_numerics(self.cfg, choices, **({"training_precision": "fp8"} | numerics)))
+
+    def trainer_of(self, cfg: Config) -> MegatronEngine:
+        """A trainer of another configuration on the session's weights."""
+        trainer = MegatronEngine(cfg)
+        trainer.load_state_dict(self.state, weights_only=True)
+        return trainer
+
+    def _operators(
+        self, name: str, group: str, kind: str, what: str, choices: Mapping[str, str], trainer: MegatronEngine | None = None
+    ) -> tuple[Row, Scores, Scores]:
+        print(f"align explain: {name}", file=sys.stderr, flush=True)
+        ours = self.trainer_scores(trainer or self.trainer_with(choices))
+        theirs = self.engine_scores(choices)
+        return self.row(name, group, kind, what, ours, theirs), ours, theirs
+
+    def row(self, name: str, group: str, kind: str, what: str, ours: Scores, theirs: Scores) -> Row:
+        """Compare two sides."""
+        metrics, changed = token_metrics(ours.log_probs, theirs.log_probs), None
+        if ours.chosen is not None and theirs.routings is not None:
+            covered = [r.covered for r in theirs.routings]
+            changed = changed_experts(ours.chosen, [r.ids for r in theirs.routings], covered)
+            metrics["changed_experts"] = sum(changed) / len(changed)
+        return Row(name=name, group=group, kind=kind, what=what, metrics=metrics, changed_experts=changed)
+
+    # Sides -----------------------------------------------------------------------------------------------------------
+
+    def _own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Without the tokens that a tool wrote."""
+        masks = [s.response_mask for s in self.samples]
+        return [v if mask is None else v[torch.tensor(mask)] for v, mask in zip(values, masks, strict=True)]
+
+    def trainer_scores(self, trainer: MegatronEngine, *, high_precision: bool = False) -> Scores:
+        """Log-probs and, of a mixture of experts, choices; ``high_precision`` multiplies bf16(FP32 master) in BF16."""
+        recorder = Recorder(only="router_weights")
+        score = trainer.high_precision_token_stats if high_precision else trainer.token_stats
+        with watch_trainer(trainer.model, recorder):
+            stats = score(self.batches)
+        log_probs = response_values(self.batches, [s.log_probs for s in stats])
+        rows = recorder.rows()
+        if not rows:
+            return Scores(log_probs=log_probs)
+        chosen = torch.stack([rows[f"layers.{layer}.router_weights"] > 0 for layer in range(self.cfg.model.num_hidden_layers)], dim=1)
+        lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in self.samples]
+        return Scores(log_probs=log_probs, chosen=list(chosen.split(lengths)))
+
+    def engine_scores(self, choices: Mapping[str, str]) -> Scores:
+        """The engine with these operators, decoding the samples' tokens."""
+        self.engine.set_alignment(choices)
+        found = forced_responses(self.engine, [(s.prompt.token_ids, s.response_token_ids) for s in self.samples])
+        log_probs = self._own([f.log_probs for f in found])
+        if not self.cfg.model.is_moe:
+            return Scores(log_probs=log_probs)
+        forced = [replace(s, routed_experts=f.routed_experts) for s, f in zip(self.samples, found, strict=True)]
+        return Scores(log_probs=log_probs, routings=[routing_of(s, self.cfg) for s in forced])
+
+    def modules(self, trainer: MegatronEngine) -> list[ModuleDivergence]:
+        """Module by module over the first sample of some prompts, each alone on both sides; the engine keeps its operators."""
+        firsts = {s.group_id: s for s in reversed(self.samples)}
+        chosen = [firsts[group] for group in sorted(firsts)[:LAYER_SAMPLES]]
+        ours, theirs = [], []
+        for sample in chosen:
+            sequence, start = [*sample.prompt.token_ids, *sample.response_token_ids], len(sample.prompt.token_ids)
+            recorder = Recorder()
+            with watch_trainer(trainer.model, recorder):
+                trainer.token_stats([packed([sequence])])
+            rows = {name: values[:-1] for name, values in recorder.rows().items()}
+            ours.append(rows | {"logits": rows["logits"][start - 1 :]})
+            theirs.append(self._engine_rows(sample))
+        return by_module(ours, theirs, module_order(self.cfg.model.num_hidden_layers))
+
+    def _engine_rows(self, sample: Sample) -> dict[str, torch.Tensor]:
+        recorder = Recorder()
+
+        def watch(model: torch.nn.Module) -> AbstractContextManager[Any]:
+            return watch_engine(model, recorder)
+
+        forced_responses(self.engine, [(sample.prompt.token_ids, sample.response_token_ids)], watch)
+        return recorder.rows()
