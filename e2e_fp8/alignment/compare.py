@@ -54,15 +54,15 @@ class Link:
 def open_causes(module: str, choices: Mapping[str, str], *, within_one_side: bool) -> tuple[str, ...]:
     """Causes that ``choices`` leaves ``native`` and that can make ``module`` differ.
 
-    Between trainer and engine those that show in this module; within one side (batch, decode, chunk) those whose operator does not keep
-    a row's bits, and for sampled tokens and log-probs, which depend on all modules, every such cause.
+    Those that show in this module, and for sampled tokens and log-probs, which depend on all modules, every cause; within one side
+    (batch, decode, chunk) only those whose operator does not keep a row's bits.
     """
     leaf = module.rpartition(".")[2]
     found = []
     for name, cause in CAUSES.items():
         if choices[name] != "native" or (within_one_side and cause.choices["native"].row_invariant):
             continue
-        if leaf in cause.links or (leaf in ("log_probs", "tokens") and within_one_side):
+        if leaf in cause.links or leaf in ("log_probs", "tokens"):
             found.append(name)
     return tuple(found)
 

@@ -1,6 +1,7 @@
 """``e2e-fp8 align``: do trainer and engine compute the same, where not, and why."""
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -60,7 +61,8 @@ def _check(args: argparse.Namespace) -> int:
     cfg = prepare(cfg)
     from e2e_fp8.alignment.chain import check
 
-    with tempfile.TemporaryDirectory(prefix="e2e-fp8-align-") as folder:
+    # vLLM logs to standard output, which is the links' alone.
+    with tempfile.TemporaryDirectory(prefix="e2e-fp8-align-") as folder, contextlib.redirect_stdout(sys.stderr):
         links = check(cfg, Path(folder), seed=args.seed)
     return report(links, level=cfg.numerics.alignment, as_json=args.json)
 

@@ -61,4 +61,5 @@ def test_every_cause_shows_somewhere_and_only_while_it_is_open():
         for module in cause.links:
             assert name in open_causes(f"layers.3.{module}", fast, within_one_side=False)
             assert open_causes(f"layers.3.{module}", bitwise, within_one_side=False) == ()
+    assert open_causes("log_probs", bitwise | {"router_gemm": "native"}, within_one_side=False) == ("router_gemm",)
     assert open_causes("log_probs", bitwise | {"attention": "native"}, within_one_side=True) == ("attention",)
