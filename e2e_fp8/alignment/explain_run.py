@@ -91,8 +91,8 @@ def record_of(found: Explanation, cfg: Config, samples: list[Sample]) -> dict[st
             "responses": len(firsts),
         },
         "not_measured": found.not_measured,
-        "gates": cfg.health.alignment_gates,
-        "violations": violations(cfg.health.alignment_gates, closed | measured, found.not_measured),
+        "gates": cfg.numerics.alignment_gates,
+        "violations": violations(cfg.numerics.alignment_gates, closed | measured, found.not_measured),
     }
 
 

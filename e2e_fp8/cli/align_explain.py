@@ -48,7 +48,7 @@ def _explain(args: argparse.Namespace) -> int:
     mismatch at a time from numerics.alignment=bitwise to the configuration. The
     engine decodes the same tokens again for every row. CPU only for now.
 
-    Writes explain.json and explain.png. health.alignment_gates sets thresholds.
+    Writes explain.json and explain.png. numerics.alignment_gates sets thresholds.
 
     Exit code 0: baseline 0 and all gates met; 1: a gate is exceeded, or the
     baseline is not 0, said in one sentence; 2: the configuration cannot be

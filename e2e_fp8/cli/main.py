@@ -30,7 +30,7 @@ examples:
   e2e-fp8 receipt verify runs/quickstart 130                do the checkpoint and the engine of that step hold the same bytes?
   e2e-fp8 report runs/quickstart                            self-contained report.html
   e2e-fp8 align check configs/quickstart.yaml --set numerics.alignment=bitwise    do trainer and engine agree bit for bit?
-  e2e-fp8 align explain runs/quickstart                     the mismatch by cause; thresholds in health.alignment_gates
+  e2e-fp8 align explain runs/quickstart                     the mismatch by cause; thresholds in numerics.alignment_gates
   e2e-fp8 plan --model config.json --train-tp 4 --rollout-tp 2    do FP8 bytes pass between these layouts?
   e2e-fp8 study configs/studies/precision.yaml              run the arms of a study with several seeds, then study report
 

@@ -50,16 +50,16 @@ GROUPS: dict[str, str] = {
 def check_alignment_gates(cfg: "Config") -> None:
     """Raise ConfigError for a gate that names nothing that is measured, or whose threshold nothing can meet."""
     rows = (BASELINE, TOTAL, *CAUSES, *WHAT_IF)
-    for gate, threshold in cfg.health.alignment_gates.items():
+    for gate, threshold in cfg.numerics.alignment_gates.items():
         row, metric = parsed(gate)
         if row not in rows:
-            raise ConfigError(f"health.alignment_gates names {row!r}, but align explain reports {', '.join(rows)}: use one of these.")
+            raise ConfigError(f"numerics.alignment_gates names {row!r}, but align explain reports {', '.join(rows)}: use one of these.")
         if metric not in METRICS:
             raise ConfigError(
-                f"health.alignment_gates.{gate} asks for {metric!r}, but the metrics are {', '.join(METRICS)}: use one of these."
+                f"numerics.alignment_gates.{gate} asks for {metric!r}, but the metrics are {', '.join(METRICS)}: use one of these."
             )
         if not (math.isfinite(threshold) and threshold >= 0):
-            raise ConfigError(f"health.alignment_gates.{gate} is {threshold}, but a threshold is a finite number of at least 0.")
+            raise ConfigError(f"numerics.alignment_gates.{gate} is {threshold}, but a threshold is a finite number of at least 0.")
 
 
 def parsed(gate: str) -> tuple[str, str]:
@@ -79,9 +79,9 @@ def violations(gates: Mapping[str, float], measured: Mapping[str, Mapping[str, f
         value = measured.get(row, {}).get(metric)
         if value is None:
             why = reasons.get(row, "this model has no such cause" if row not in measured else f"{metric} is not measured for it")
-            found.append(f"health.alignment_gates.{gate} cannot be judged, because {why}: remove the gate or measure {row}.")
+            found.append(f"numerics.alignment_gates.{gate} cannot be judged, because {why}: remove the gate or measure {row}.")
         elif not value <= threshold:
-            found.append(f"health.alignment_gates.{gate} is exceeded: {row} has {metric} {value:.3g}, above {threshold:.3g}.")
+            found.append(f"numerics.alignment_gates.{gate} is exceeded: {row} has {metric} {value:.3g}, above {threshold:.3g}.")
     return found
 
 

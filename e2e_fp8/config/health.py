@@ -55,11 +55,6 @@ class HealthConfig(Section):
     memory_full: float | None = Field(
         default=0.95, gt=0, lt=1, description="Alarm when more than this share of host or device memory is in use."
     )
-    alignment_gates: dict[str, float] = Field(
-        default={},
-        description="Thresholds of `e2e-fp8 align explain`, as ROW: mismatch KL or ROW.METRIC: value; exit code 1 above one. "
-        "docs/alignment.md lists rows and metrics.",
-    )
     tile_saturation: float | None = Field(
         default=0.05,
         gt=0,

@@ -45,6 +45,11 @@ class NumericsConfig(Section):
     alignment_overrides: dict[str, str] = Field(
         default={}, description="Single causes set apart from the level, as cause: choice; for studies. docs/alignment.md lists both."
     )
+    alignment_gates: dict[str, float] = Field(
+        default={},
+        description="Thresholds of `e2e-fp8 align explain`, as ROW: mismatch KL or ROW.METRIC: value; exit code 1 above one. "
+        "docs/alignment.md lists rows and metrics.",
+    )
 
     @property
     def weight_power_2_scale(self) -> bool:
@@ -55,6 +60,11 @@ class NumericsConfig(Section):
     def activation_power_2_scale(self) -> bool:
         """Whether scales of activations and gradients are powers of two."""
         return (self.activation_scale_format or self.scale_format) == "pow2"
+
+    @property
+    def ungated(self) -> "NumericsConfig":
+        """Without thresholds, which change no number of a run."""
+        return self.model_copy(update={"alignment_gates": {}})
 
     @property
     def any_fp32_scale(self) -> bool:

@@ -161,7 +161,7 @@ class Run:
         old = load_run_config(self.folder.root)
         for field, before, now in (
             ("model", old.model, self.cfg.model),
-            ("numerics", old.numerics, self.cfg.numerics),
+            ("numerics", old.numerics.ungated, self.cfg.numerics.ungated),
             ("task", old.task, self.cfg.task),
             ("training.parallel", old.training.parallel, self.cfg.training.parallel),
             ("training.warm_start", old.training.warm_start, self.cfg.training.warm_start),

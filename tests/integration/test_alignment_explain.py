@@ -30,7 +30,7 @@ def command(*arguments: str, overrides=()) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
     out = tmp_path_factory.mktemp("explain")
-    gates = "health.alignment_gates={total: 0.0, swiglu: 1.0, attention.abs_max: 1.0e6}"
+    gates = "numerics.alignment_gates={total: 0.0, swiglu: 1.0, attention.abs_max: 1.0e6}"
     done = command("align", "explain", CONFIG, "--prompts", "4", "--out", str(out), overrides=[*TINY, gates])
     assert (out / "explain.json").exists(), done.stderr[-3000:]
     return done, out, json.loads((out / "explain.json").read_text())
@@ -71,7 +71,7 @@ def test_the_exceeded_gate_alone_is_named(explained):
     done, out, record = explained
     assert done.returncode == 1
     assert len(record["violations"]) == 1
-    assert "health.alignment_gates.total is exceeded" in done.stderr
+    assert "numerics.alignment_gates.total is exceeded" in done.stderr
     assert "baseline" in done.stdout
     assert (out / "explain.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,7 +80,7 @@ def test_a_bitwise_run_has_nothing_to_explain(tmp_path):
     settings = [*TINY, "run.steps=1", "run.name=tiny", f"run.out_dir={tmp_path}", "numerics.alignment=bitwise", "run.eval_interval=0"]
     trained = command("train", CONFIG, overrides=settings)
     assert trained.returncode == 0, trained.stderr[-3000:]
-    gates = "health.alignment_gates={total: 0.0, total.abs_max: 0.0, attention: 0.0}"
+    gates = "numerics.alignment_gates={total: 0.0, total.abs_max: 0.0, attention: 0.0}"
     done = command("align", "explain", str(tmp_path / "tiny"), "--prompts", "4", "--json", overrides=[gates])
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "tiny" / "explain.json").read_text())

@@ -16,6 +16,7 @@ from e2e_fp8.cli.align_explain import judged, print_record, sentences
 from e2e_fp8.cli.main import main
 from e2e_fp8.config.alignment import CAUSES
 from e2e_fp8.config.alignment_explain import GROUPS, METRICS, WHAT_IF, violations
+from e2e_fp8.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -163,8 +164,15 @@ def test_a_gate_is_exceeded_above_its_threshold_and_never_passes_unmeasured(gate
     ],
 )
 def test_a_gate_that_judges_nothing_is_refused_at_parse_time(gates, words, capsys):
-    assert main(["config", CONFIG, "--set", f"health.alignment_gates={gates}"]) == 2
+    assert main(["config", CONFIG, "--set", f"numerics.alignment_gates={gates}"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_gates_are_no_change_of_numerics_that_a_resume_would_refuse():
+    plain = load_config(CONFIG, []).numerics
+    gated, other = (load_config(CONFIG, [f"numerics.{text}"]).numerics for text in ("alignment_gates={total: 1.0}", "scale_format=pow2"))
+    assert gated != plain
+    assert gated.ungated == plain.ungated != other.ungated
 
 
 @pytest.mark.parametrize(
