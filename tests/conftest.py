@@ -1,4 +1,4 @@
-"""Settings of the whole suite, and its random inputs: new with every commit, the same for everyone who tests that commit."""
+"""Settings of the whole suite, and its random inputs: new with every change of code or tests, the same for everyone who tests that code."""
 
 import hashlib
 import os
@@ -19,13 +19,15 @@ settings.load_profile("e2e_fp8")
 
 
 def _suite_seed() -> int:
-    """``E2E_FP8_TEST_SEED``, or a function of the committed tree, so that a failure elsewhere happens here too; else a fresh number."""
+    """``E2E_FP8_TEST_SEED``, or a function of the committed code and tests, so that a failure elsewhere happens here too; else fresh."""
     given = os.environ.get(SEED_VARIABLE)
     if given is not None:
         return int(given)
-    command = ["git", "rev-parse", "HEAD^{tree}"]
-    tree = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    return int(tree[:8], 16) if tree else random.SystemRandom().getrandbits(32)
+    command = ["git", "rev-parse", "HEAD:e2e_fp8", "HEAD:tests"]
+    trees = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    if trees.returncode:
+        return random.SystemRandom().getrandbits(32)
+    return int(hashlib.sha256(trees.stdout.encode()).hexdigest()[:8], 16)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import PlatformEnum
 
 from e2e_fp8.errors import EngineError
@@ -187,7 +186,11 @@ class CpuFp8MoEMethod(Fp8MoEMethod):
 
 
 class CpuRouterMethod(UnquantizedLinearMethod):
-    """The router's product: vLLM's own, with BF16 logits, or the operator shared with the trainer, with FP32 logits."""
+    """The router's product: torch's, with BF16 logits, or the operator shared with the trainer, with FP32 logits.
+
+    Both read the live weight. vLLM's own method multiplies a packed copy, which an update in place, or by shared memory, would
+    leave at the weights it was made from.
+    """
 
     shared: bool = False
 
@@ -196,13 +199,12 @@ class CpuRouterMethod(UnquantizedLinearMethod):
         self.shared = "router_gemm" in shared
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """As vLLM's, but the weight stays beside the packed copy."""
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        """Nothing: the live weight is the delivered one."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [M, H]`` -> logits ``[M, E]``."""
         if not self.shared:
-            return super().apply(layer, x, bias)
+            return F.linear(x, layer.weight, bias)  # pyright: ignore[reportArgumentType]
         if bias is not None:
             raise EngineError("The shared router has no bias.")
         return row_invariant.matmul_fp32(x, layer.weight)  # pyright: ignore[reportArgumentType]

@@ -91,7 +91,7 @@ def policy_batches(case: dict[str, Any], cfg: Config) -> list[PackedBatch]:
     from rank_process import batches_of
 
     generator, found = torch.Generator().manual_seed(case["seed"] + 1), []
-    for batch in batches_of(case, cfg.model.vocab_size):
+    for batch in batches_of(case, cfg):
         drawn = [torch.rand(batch.loss_mask.shape, generator=generator) for _ in range(4)]
         found.append(
             replace(

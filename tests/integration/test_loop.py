@@ -108,7 +108,7 @@ def test_shared_memory_run_is_the_same_run_and_copies_less(straight, tmp_path):
     assert [r["digest"] for r in records(shared, "receipts.jsonl")] == [r["digest"] for r in records(straight, "receipts.jsonl")]
     copied, whole = ({r["sync/bytes"] for r in records(d) if r["phase"] == 1.0} for d in (shared, straight))
     assert len(copied) == len(whole) == 1
-    # what vLLM's CPU build repacks: embedding, head and routers; no FP8 byte
+    # the vocabulary that vLLM pads; no FP8 byte, and routers are the trainer's memory
     assert 0 < copied.pop() < whole.pop() - records(shared, "receipts.jsonl")[-1]["bytes"]
 
 

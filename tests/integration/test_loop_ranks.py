@@ -103,7 +103,8 @@ def own_sentences(stderr: str) -> list[str]:
 
 @pytest.mark.server
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("grid", [pytest.param(name, marks=[pytest.mark.slow] if name != "dp2" else []) for name in GRIDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS)
 def test_whole_loop(grid, start, tmp_path):
     check_loop(start, tmp_path, grid)
 

@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 def test_head_gives_fp32_logits_of_bf16_operands():
     x, w = torch.randn(9, 64).bfloat16().requires_grad_(), torch.randn(17, 64).bfloat16().requires_grad_()
-    logits = Fp32LogitsFunction.apply(x, w)
+    logits = Fp32LogitsFunction.apply(x, w, False)
     assert logits.dtype == torch.float32
     exact = x.detach().double() @ w.detach().double().t()
     torch.testing.assert_close(logits.detach().double(), exact, rtol=1e-5, atol=1e-4)
