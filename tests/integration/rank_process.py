@@ -156,7 +156,7 @@ def main(case: dict, out: Path) -> None:
 def train_critic(engine: MegatronEngine, cfg: Config, case: dict, out: Path) -> None:
     """Three steps towards random returns (the first moves the head of zeros alone), and the values afterwards."""
     rank = dist.get_rank()
-    batches = batches_of(case, cfg.model.vocab_size)
+    batches = batches_of(case, cfg)
     generator = torch.Generator().manual_seed(case["seed"])
     zeros = [torch.zeros(b.loss_mask.shape) for b in batches]
     batches = [
