@@ -12,6 +12,7 @@ import pytest
 import torch
 from rank_cases import Case
 from safetensors.torch import load_file
+from tiny_runs import assert_same_state
 from tolerances import RANKS_UPDATE
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
@@ -64,19 +65,7 @@ def test_a_resumed_trainer_ends_with_the_same_bytes(grid, results):
     assert same_bytes(load_file(resumed / "end.safetensors"), load_file(straight / "end.safetensors"))
     for rank in range(2):
         left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
-        assert_same(left, right, f"rank {rank}")
-
-
-def assert_same(left, right, where: str) -> None:
-    assert type(left) is type(right), where
-    if isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}/{key}")
-    elif isinstance(left, torch.Tensor):
-        assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), where
-    else:
-        assert left == right, where
+        assert_same_state(left, right, f"rank {rank}")
 
 
 @pytest.mark.parametrize("grid", GRIDS)
