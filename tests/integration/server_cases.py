@@ -130,11 +130,11 @@ class Served:
         self.client.collective("show_parameters", str(self.root))
         return load_file(self.root / f"rank{rank}.safetensors")
 
-    def start_trainer(self, transport: str, weight_seed: int, version: int) -> subprocess.Popen:
-        """A trainer process, held half way through its update."""
+    def start_trainer(self, transport: str, weight_seed: int, version: int, phase: str = "halfway") -> subprocess.Popen:
+        """A trainer process, held at a phase of its update, see publisher_process.py."""
         hold = self.root / "hold"
         token = self.process.log.parent / "server.token"
-        words = [self.process.url, token, self.model, transport, weight_seed, version, hold]
+        words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase]
         trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 300
         while not hold.exists():

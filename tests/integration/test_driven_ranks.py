@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drive_ranks import HEAVY_MIB
 from rank_cases import Case
 from safetensors.torch import load_file
 from tiny_runs import assert_same_state
@@ -66,6 +67,15 @@ def test_a_resumed_trainer_ends_with_the_same_bytes(grid, results):
     for rank in range(2):
         left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
         assert_same_state(left, right, f"rank {rank}")
+
+
+def test_memory_is_that_of_every_rank(results):
+    """And asking for it needs nothing of the others but to follow."""
+    found = json.loads((results(case_of("dp2", ["weigh", 1], ["stats"])) / "memory.json").read_text())
+    light, heavy = found["ranks"]
+    # two forks of one process, but for what one of them holds
+    assert heavy - light == pytest.approx(HEAVY_MIB / 1024, abs=0.1)
+    assert found["record"]["memory/trainer_imbalance"] == pytest.approx(2 * heavy / (light + heavy), rel=0.02)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -89,8 +89,7 @@ def own_sentences(stderr: str) -> list[str]:
 
 @pytest.mark.server
 @pytest.mark.timeout(900)
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [pytest.param(grid, marks=[] if grid == "tp2" else pytest.mark.slow) for grid in GRIDS])
 def test_whole_loop(grid, start, tmp_path):
     check_loop(start, tmp_path, grid)
 
