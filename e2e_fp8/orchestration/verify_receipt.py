@@ -123,7 +123,7 @@ def _records_by_tensor(tensors: Iterator[ExportedTensor]) -> dict[str, TensorRec
 
 def _compare(record: dict[str, Any], table: Manifest | None, held: dict[str, TensorRecord]) -> RankVerification:
     covered = {name: tensor for name, tensor in held.items() if is_covered(record["covered"], name, tensor.dtype)}
-    actual = Manifest(tensors=covered, covered=record["covered"], rank=record["rank"])
+    actual = Manifest.of_records(covered, covered=record["covered"], rank=record["rank"])
     different = differences(table, actual) if table is not None else {}
     return RankVerification(record=record, combined=actual.combined, per_tensor=table is not None, different=different)
 

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from e2e_fp8.errors import EngineError, LayoutError
 from e2e_fp8.layout import EngineParallel
-from e2e_fp8.numerics.digest import tensor_digests
+from e2e_fp8.numerics.digest import RepeatedDigests, tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
 from e2e_fp8.rollout.rank_filling import RankFiller
@@ -97,6 +97,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._captures = False
         self._shown: tuple[tuple, list[torch.Tensor]] = ((), [])
         self._table = PartTable(())
+        self._digests = RepeatedDigests()
 
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
@@ -204,7 +205,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         parts = (*(slot.part for slot in slots), *self._arrived)
         if self._table.parts != parts:
             self._table = PartTable(parts)
-        digests = tensor_digests(self._live(slots)) + list(self._arrived.values())
+        digests = [*self._digests.of(self._live(slots)).tolist(), *self._arrived.values()]
         answer = {"table": self._table.digest, "digests": encode_digests(digests)}
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 
