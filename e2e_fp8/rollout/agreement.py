@@ -22,6 +22,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _EXPERTS = ".mlp.experts"
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 """Without scales of their own: nobody delivers those of a quantized cache, and sleep loses them."""
+_WEIGHT_ONLY = ("MARLIN", "HUMMING")
+"""Kernels that do not compute what the trainer does, whatever the plan says."""
 _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
@@ -133,7 +135,7 @@ def _kernel_of(module: torch.nn.Module) -> str | None:
 def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
     """Compare the trainer's plan with what every worker reported.
 
-    Raises EngineError with one sentence for the first disagreement: device, switch, scale rounding, module, head; and
+    Raises EngineError with one sentence for the first disagreement: device, switch, scale rounding, module, head, kernel; and
     ConfigError for a switch that contradicts the configuration.
     """
     planned = planned_facts(cfg)
@@ -162,6 +164,7 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
         _check_alignment(cfg, worker, where)
         check_environment(cfg, worker["environment"], device=worker["device"])
         _check_plan(planned, worker["plan"], where)
+        _check_kernels(workers[0]["kernels"], worker["kernels"], where)
 
 
 def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None:
@@ -171,6 +174,21 @@ def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None
             raise EngineError(
                 f"numerics.alignment={cfg.numerics.alignment} asks for {name}={choice}, but {where} was started with "
                 f"{worker['alignment'][name]}: pass the run's additional_config to vLLM."
+            )
+
+
+def _check_kernels(first: Mapping[str, int], kernels: Mapping[str, int], where: str) -> None:
+    for kernel, layers in kernels.items():
+        if any(name in kernel.upper() for name in _WEIGHT_ONLY):
+            raise EngineError(
+                f"{where} serves {layers} layers with {kernel}, which repacks FP8 weights and multiplies BF16 activations: unset "
+                "VLLM_TEST_FORCE_FP8_MARLIN, and leave rollout.moe_backend at deep_gemm."
+            )
+    for kernel in sorted(first.keys() | kernels.keys()):
+        if first.get(kernel, 0) != kernels.get(kernel, 0):
+            raise EngineError(
+                f"{where} serves {kernels.get(kernel, 0)} layers with {kernel}, rollout rank 0 {first.get(kernel, 0)}: start all ranks "
+                "with one vLLM, on the same kind of device, in the same environment."
             )
 
 
