@@ -4,7 +4,11 @@ import json
 import math
 import random
 import statistics
+import sys
+import tarfile
+import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from synthetic_run import write_run
 
 from e2e_fp8.cli import main as cli
+from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.load import dump_config, load_config
 from e2e_fp8.config.objective import KIND_DEFAULTS
 from e2e_fp8.errors import ConfigError
@@ -22,7 +27,8 @@ from e2e_fp8.studies.claims import judge, parse_claim
 from e2e_fp8.studies.curves import curve_of
 from e2e_fp8.studies.report import write_page
 from e2e_fp8.studies.results import TAIL, figure_of
-from e2e_fp8.studies.runs import StudyRunner, planned_runs, start_run
+from e2e_fp8.studies.runner import StudyRunner, _Job
+from e2e_fp8.studies.runs import Plan, planned_runs, start_run
 from e2e_fp8.studies.schema import Figure, arm_config, as_overrides, load_study
 
 REPO = Path(__file__).resolve().parents[2]
@@ -47,6 +53,12 @@ def written(tmp_path: Path, **changes) -> Path:
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump({k: v for k, v in {**STUDY, **changes}.items() if v is not None}, sort_keys=False))
     return path
+
+
+def plan_of(path: Path, out: Path, *, size: str = "cpu", runs=None) -> Plan:
+    study = load_study(path)
+    found = planned_runs(study, path, size, out) if runs is None else runs
+    return Plan(study=study, path=path, size=size, out=out, extra=(), runs=tuple(found))
 
 
 def finished(run, *, seed: int) -> None:
@@ -103,6 +115,7 @@ def test_objectives_has_every_objective_and_both_precisions_of_three():
         ({"expect": [{"claim": "reward: high > middle", "source": ""}]}, ("'middle', which is neither an arm",)),
         ({"figures": {"r": {"metric": "reward/mean", "over": "median"}}, "expect": None}, ("figures.r.over is 'median'",)),
         ({"sizes": {"cpu": {"base": "none.yaml"}}}, ("none.yaml does not exist",)),
+        ({"sizes": {"cpu": {"base": "base.yaml", "arms": ["middle"]}}}, ("sizes.cpu.arms: 'middle' is no arm",)),
         ({"title": None}, ("title",)),
     ],
 )
@@ -127,10 +140,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, changes, pa
         (["erase", "trial.yaml"], "write 'e2e-fp8 study STUDY.yaml'"),
         (["trial.yaml", "--set", "run.step=1"], "did you mean run.steps"),
         (["none.yaml"], "none.yaml does not exist"),
+        (["trial.yaml", "trial.yaml"], "two files are named trial"),
+        (["trial.yaml", "--stagger", "-1"], "--stagger is -1.0"),
+        (["trial.yaml", "--minutes", "0"], "--minutes is 0.0"),
+        (["trial.yaml", "--devices", "0", "99"], "--devices names"),
+        (["pack", "trial.yaml"], "study pack needs --to FILE.tar.xz"),
+        (["pack", "trial.yaml", "--to", "records.tar.xz"], "There is no run in"),
+        (["trial.yaml", "other.yaml", "--arms", "middle"], "--arms middle is in no study of this call"),
     ],
 )
 def test_a_mistake_on_the_command_line(tmp_path, monkeypatch, capsys, words, part):
-    written(tmp_path)
+    (tmp_path / "other.yaml").write_bytes(written(tmp_path).read_bytes())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["study", *words]) == 2
     assert part in capsys.readouterr().err
@@ -180,7 +200,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named_while_the_others_go_on(
     for run in runs[1:]:
         finished(run, seed=run.seed)
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    outcome = StudyRunner(study, path, "cpu", tmp_path / "out", extra=[], say=said.append).run(runs, jobs=2)
+    outcome = StudyRunner([plan_of(path, tmp_path / "out", runs=runs)], say=said.append, jobs=2).run()
     assert outcome.done == ["low-seed1", "low-seed2"]
     assert set(outcome.failed) == {"broken-seed2"}
     assert "exit code 2: " in outcome.failed["broken-seed2"]
@@ -198,7 +218,7 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
     text = (run.folder / "config.yaml").read_text()
     (run.folder / "config.yaml").write_text(text.replace("learning_rate: 0.001", "learning_rate: 0.002"))
     with pytest.raises(ConfigError, match=r"other settings \(training.learning_rate: 0.002 there, 0.001 in the study\): remove the folder"):
-        StudyRunner(study, path, "cpu", out, extra=[], say=print).run([run], jobs=1)
+        StudyRunner([plan_of(path, out, runs=[run])], say=print).run()
     with pytest.raises(ConfigError, match="other settings"):
         write_page(study, path, "cpu", out, tmp_path / "docs")
 
@@ -210,8 +230,137 @@ def test_a_moved_folder_or_another_ground_is_not_another_setting(tmp_path):
     finished(run, seed=1)
     cfg = load_config(run.folder / "config.yaml", ["run.backend=cpu", "run.out_dir=elsewhere", "run.resume=true"])
     (run.folder / "config.yaml").write_text(dump_config(cfg))
-    outcome = StudyRunner(study, path, "cpu", out, extra=[], say=print).run([run], jobs=1)
+    outcome = StudyRunner([plan_of(path, out, runs=[run])], say=print).run()
     assert outcome.done == ["low-seed1"]
+
+
+# Several studies --------------------------------------------------------------------------------------------------------
+
+
+def two_studies(tmp_path: Path, start: dict | None = None) -> list[Plan]:
+    """``trial`` and ``second``, of which ``second``'s arm ``low_again`` is ``trial``'s ``low``."""
+    first = written(tmp_path, start=start)
+    second = tmp_path / "second.yaml"
+    arms = {"low_again": STUDY["arms"]["low"], "middle": {"training.learning_rate": 5.0e-4}}
+    fields = {**STUDY, "arms": arms, "pairs": [], "expect": [], **({"start": start} if start is not None else {})}
+    second.write_text(yaml.safe_dump(fields, sort_keys=False))
+    return [plan_of(path, tmp_path / "out" / path.stem / "cpu") for path in (first, second)]
+
+
+def test_a_run_that_two_studies_have_in_common_is_run_once(tmp_path):
+    plans, said = two_studies(tmp_path), []
+    for run in [*plans[0].runs, *plans[1].runs[2:]]:
+        finished(run, seed=random.randrange(10**6))
+    outcome = StudyRunner(plans, say=said.append, jobs=2).run()
+    assert outcome.failed == {}
+    assert set(outcome.done) == {f"{plan.name}/{run.name}" for plan in plans for run in plan.runs}
+    assert "second/low_again-seed2: the same run as trial/low-seed2" in said
+    for index in (0, 1):
+        source, copy = plans[0].runs[index].folder, plans[1].runs[index].folder
+        assert (copy / "metrics.jsonl").read_bytes() == (source / "metrics.jsonl").read_bytes()
+    page = write_page(plans[1].study, plans[1].path, "cpu", plans[1].out, tmp_path / "docs").read_text()
+    assert "4 of 4 runs complete" in page
+    assert "2 of them are runs of another study with the same settings" in page
+    numbers = json.loads((tmp_path / "docs" / "evidence" / "cpu" / "studies" / "second.json").read_text())
+    assert [run.get("same_run_as") for run in numbers["runs"]] == ["trial/low-seed1", "trial/low-seed2", None, None]
+
+
+def test_a_start_that_is_there_serves_every_study_with_the_same_start(tmp_path):
+    """Runs that are then started fail, as their start has no weights; what matters is which start they found."""
+    start = {"set": {"numerics.training_precision": "bf16", "numerics.rollout_precision": "bf16"}}
+    plans = two_studies(tmp_path, start=start)
+    made = {}
+    for seed in (1, 2):
+        run = start_run(plans[0].study, plans[0].path, "cpu", plans[0].out, seed)
+        cfg = run.config()
+        write_run(run.folder, warm_steps=2, rl_steps=0, seed=seed)
+        (run.folder / "config.yaml").write_text(dump_config(cfg))
+        weights = run.folder.with_name(f"{run.name}-hf")
+        weights.mkdir()
+        (weights / "config.json").write_text(json.dumps(to_hf_config(cfg.model, None, eos_token_id=1, pad_token_id=0)))
+        made[seed] = (weights / "config.json").read_bytes()
+    runner = StudyRunner([Plan(**{**vars(plan), "runs": plan.runs[:2]}) for plan in plans], say=print, minutes=0.1)
+    for seed in (1, 2):
+        for run in plans[0].runs[:2]:
+            if run.seed == seed:
+                finished(run, seed=seed)
+    outcome = runner.run()
+    assert (outcome.failed, outcome.out_of_time) == ({}, False)
+    for seed, content in made.items():
+        assert (plans[1].out / f"start-seed{seed}-hf" / "config.json").read_bytes() == content
+        same = json.loads((plans[1].out / f"start-seed{seed}" / "environment.json").read_text())
+        assert same["same_run_as"] == f"trial/start-seed{seed}"
+        assert plans[1].runs[seed - 1].done()
+
+
+def test_studies_with_other_starts_share_no_run(tmp_path):
+    plans = two_studies(tmp_path, start={"set": {}})
+    other = written(tmp_path, start={"set": {"training.warm_start.steps": 3}})
+    plans[0] = plan_of(other, plans[0].out)
+    keys = [[job.key for job in StudyRunner([plan], say=print)._starts()] for plan in plans]
+    assert not {*keys[0]} & {*keys[1]}
+
+
+def test_processes_are_dealt_out_over_devices_and_start_one_after_the_other(tmp_path):
+    (plan, _), stagger = two_studies(tmp_path), 0.3
+    plan.out.mkdir(parents=True)
+    runner = StudyRunner([plan], say=print, jobs=4, devices=["3", "5"], stagger_s=stagger)
+    code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], time.time(), flush=True); time.sleep(3)"
+    jobs = [_Job(plan=plan, run=run, name=run.name, key=run.name) for run in plan.runs]
+    with ThreadPoolExecutor(4) as pool:
+        problems = list(pool.map(lambda job: runner._child(job, [sys.executable, "-c", code]), jobs))
+    assert problems == [None] * 4
+    lines = [(plan.out / f"{job.run.name}.log").read_text().split() for job in jobs]
+    assert sorted(device for device, _ in lines) == ["3", "3", "5", "5"]
+    starts = sorted(float(when) for _, when in lines)
+    # the interpreter's own start varies
+    assert starts[-1] - starts[0] > stagger
+
+
+def test_when_the_minutes_are_over_what_runs_is_stopped_and_the_rest_not_started(tmp_path):
+    path = written(tmp_path)
+    plan, said = plan_of(path, tmp_path / "out"), []
+    finished(plan.runs[0], seed=1)
+    before = time.monotonic()
+    outcome = StudyRunner([plan], say=said.append, minutes=0.02).run()
+    assert time.monotonic() - before < 30
+    assert (outcome.out_of_time, outcome.done, outcome.failed) == (True, ["low-seed1"], {})
+    assert not (plan.out / "high-seed1.log").exists()
+
+
+def test_a_size_may_have_some_of_the_arms(tmp_path, capsys):
+    sizes = {"cpu": {**STUDY["sizes"]["cpu"], "arms": ["high"]}}
+    path = written(tmp_path, sizes=sizes)
+    plan = plan_of(path, tmp_path / "out")
+    assert [run.name for run in plan.runs] == ["high-seed1", "high-seed2"]
+    for run in plan.runs:
+        finished(run, seed=run.seed)
+    text = write_page(plan.study, path, "cpu", plan.out, tmp_path / "docs").read_text()
+    assert "- low: cannot run at this size" in text
+    assert "2 of 2 runs complete" in text
+    assert cli.main(["study", str(path), "--arms", "low"]) == 2
+    assert "--arms low is not in" in capsys.readouterr().err
+
+
+def test_packed_records_give_the_same_page_elsewhere(tmp_path, capsys, monkeypatch):
+    plans = two_studies(tmp_path)
+    for plan in plans:
+        for run in plan.runs[:3]:
+            finished(run, seed=random.randrange(10**6))
+            (run.folder / "checkpoints").mkdir()
+            (run.folder / "checkpoints" / "weights").write_bytes(b"0" * 100)
+    monkeypatch.chdir(tmp_path)
+    files = [str(plan.path) for plan in plans]
+    assert cli.main(["study", "pack", *files, "--out", "out", "--to", "records.tar.xz"]) == 0
+    assert capsys.readouterr().out.startswith("6 runs, ")
+    with tarfile.open("records.tar.xz") as archive:
+        assert not any("checkpoints" in name for name in archive.getnames())
+        archive.extractall("elsewhere", filter="data")
+    for out in ("out", "elsewhere"):
+        assert cli.main(["study", "report", *files, "--out", out, "--docs", f"docs_{out}"]) == 0
+    for plan in plans:
+        pages = [Path(f"docs_{out}/studies/{plan.name}.md").read_text() for out in ("out", "elsewhere")]
+        assert pages[0] == pages[1]
 
 
 # Figures and claims -----------------------------------------------------------------------------------------------------
