@@ -8,7 +8,13 @@ from test_loop import assert_same_state, records, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 
-SHARED = ("numerics.alignment=bitwise", "run.steps=3", "run.checkpoint_interval=3", "run.eval_interval=0", "training.minibatches_per_step=2")
+SHARED = (
+    "numerics.alignment=bitwise",
+    "run.steps=3",
+    "run.checkpoint_interval=3",
+    "run.eval_interval=0",
+    "training.minibatches_per_step=2",
+)
 RUNS = {"recompute": (), "rollout": ("training.old_log_probs=rollout", "training.old_log_probs_audit=0.1")}
 
 
