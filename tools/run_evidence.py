@@ -5,8 +5,9 @@
     tools/run_evidence.py --out DIR [--together] JOB [JOB ...]
 
 Each job writes DIR/JOB.log: a header with command, commit, versions, devices and start, then what the command printed, then its exit
-status and duration. ``$OUT`` in a command is DIR. The checkout's and site-packages' paths are replaced as the output arrives, so nothing is left to edit.
-Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing). Exit status 1 when one failed.
+status and duration. ``$OUT`` in a command is DIR. The checkout's and site-packages' paths are replaced as the output arrives, so
+nothing is left to edit. Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing). Exit
+status 1 when one failed.
 """
 
 import argparse
