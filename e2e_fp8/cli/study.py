@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from e2e_fp8.cli.arguments import add_set
 from e2e_fp8.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def add_study(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--list", action="store_true", help="print every run and how far it is, and start none")
     parser.add_argument("--docs", metavar="DIR", type=Path, default=Path("docs"), help="where report writes (default: %(default)s)")
     parser.add_argument("--to", metavar="FILE.tar.xz", type=Path, help="where pack writes")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field of every arm"
-    )
+    add_set(parser, of="one field of every arm")
     parser.set_defaults(command=_study)
 
 

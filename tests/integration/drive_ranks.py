@@ -3,6 +3,7 @@
 ["stats"]                log-probs of all micro-batches: log_probs.safetensors
 ["train", N]             N optimizer steps of the policy loss: appended to reports.json
 ["warm"]                 one supervised step
+["weigh", RANK]          what memory_metrics says while that rank holds HEAVY_MIB more: memory.json
 ["save", STEP]           a checkpoint
 ["resume", RUN, STEP]    from the checkpoint of another job
 ["reference"]            a frozen second engine, whose log-probs go to reference.safetensors
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.orchestration.memory_probe import memory_metrics
 from e2e_fp8.orchestration.ranks import follower
 from e2e_fp8.orchestration.ranks.driver import DrivingEngine, lead
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
@@ -38,6 +40,9 @@ from e2e_fp8.orchestration.weight_sync import exported_tensors
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.types import PackedBatch
+
+HEAVY_MIB = 600
+_kept = b""
 
 
 def drive(case: dict[str, Any], out: Path) -> None:
@@ -57,7 +62,7 @@ def drive(case: dict[str, Any], out: Path) -> None:
 
 def arm(case: dict[str, Any]) -> None:
     """What is to go wrong on this rank."""
-    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear}
+    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "weigh": arm_weight}
     for name, *words in case["drive"]:
         if name in arms and words == [int(os.environ["RANK"])]:
             arms[name]()
@@ -73,6 +78,11 @@ def arm_death() -> None:
 def arm_full_disk() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def arm_weight() -> None:
+    global _kept
+    _kept = bytes([1]) * (HEAVY_MIB << 20)
 
 
 def arm_tear() -> None:
@@ -129,6 +139,11 @@ class Driver:
 
     def warm(self) -> None:
         self.engine.train_step(self.batches, SupervisedLoss(), float(sum(b.loss_mask.sum() for b in self.batches)))
+
+    def weigh(self, rank: int) -> None:
+        assert isinstance(self.engine, DrivingEngine)
+        found = {"ranks": self.engine.memory_of_ranks(), "record": memory_metrics(self.session)}
+        (self.out / "memory.json").write_text(json.dumps(found))
 
     def save(self, step: int) -> None:
         try:

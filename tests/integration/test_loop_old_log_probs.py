@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from test_loop import assert_same_state, records, train_command
+from tiny_runs import assert_same_state, records, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.observability.memory import GIB, resident_gib
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
 from e2e_fp8.orchestration.ranks.meeting import hand_over
@@ -143,6 +144,11 @@ class DrivingEngine(MegatronEngine):
                     total[int(layer)] = total.get(int(layer), 0.0) + count
         return counts
 
+    def memory_of_ranks(self) -> list[float]:
+        """GiB in use by every rank, in order: see :func:`trainer_gib`."""
+        self._tell("weigh")
+        return [trainer_gib(self.device), *(answer["gib"] for answer in self.channel.ask_all())]
+
     def start_census(self) -> None:
         """The others count the tiles of the next update too. Collective: iterate ``named_masters`` next."""
         self._tell("start_census")
@@ -163,6 +169,11 @@ def answers_stats(grid: RankGrid, rank: int) -> bool:
     """Of the ranks that run the same micro-batches, the first one answers for all; rank 0 asks itself."""
     place = grid.place(rank)
     return place.tensor == 0 and place.pipeline == 0 and place.data > 0
+
+
+def trainer_gib(device: torch.device) -> float:
+    """What this rank's tensors take on its GPU, or its process of the host where it has none."""
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else resident_gib()
 
 
 def lead(cfg: Config) -> DrivingEngine:
