@@ -1,9 +1,10 @@
 """Operators that trainer and engine share under ``numerics.alignment``: a row has the same bits in any batch.
 
 Plain functions of tensors without gradients; the trainer wraps them (e2e_fp8.training.shared_functions), the engine calls them as they
-are. On the CPU they are compiled loops (row_kernels), on CUDA Triton kernels (row_kernels_cuda, row_attention_cuda) on the current
-stream, which CUDA graphs can capture; the two devices sum in different orders, so bits hold on one of them. Legend: M rows, K and N widths,
-T packed tokens, S sequences, N query heads, G key/value heads, D head width, E experts, k experts per token.
+are. On the CPU they are compiled loops (row_kernels), on CUDA Triton kernels and FlashAttention 3 (row_kernels_cuda, row_attention_cuda)
+on the current stream, which CUDA graphs can capture; the two devices sum in different orders, so bits hold on one of them.
+Legend: M rows, K and N widths, T packed tokens, S sequences, N query heads, G key/value heads, D head width, E experts, k experts per
+token, A expert assignments.
 """
 
 import functools
@@ -104,6 +105,10 @@ def paged_attention(
         softmax_factor: multiplies the query-key products.
         max_query_len: at least the queries of any sequence.
         out: where to write.
+
+    Raises:
+        ValueError: a head width at which packed keys would be summed in another order.
+        UserError: FlashAttention 3 is not installed.
     """
     from e2e_fp8.numerics import row_attention_cuda
 
@@ -117,7 +122,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``([T, N, D], float32 [N, T])``: causal attention within each packed sequence and the logarithms of its sums; CUDA only.
 
-    ``cu_seqlens`` is int32 ``[S + 1]`` on the device.
+    ``cu_seqlens`` is int32 ``[S + 1]`` on the device. Raises as :func:`paged_attention`.
     """
     from e2e_fp8.numerics import row_attention_cuda
 
@@ -195,11 +200,6 @@ def combine(outputs: torch.Tensor, weights_Mk: torch.Tensor, rows_Mk: torch.Tens
     for slot in range(1, outputs_MkH.shape[1]):
         total = total + outputs_MkH[:, slot].float() * weights_Mk[:, slot : slot + 1]
     return total.to(outputs.dtype)
-
-
-def log_softmax(logits_MV: torch.Tensor) -> torch.Tensor:
-    """float32 ``[M, V]`` of float32 logits."""
-    return _on_device().log_softmax(logits_MV) if logits_MV.is_cuda else logits_MV.log_softmax(dim=-1)
 
 
 def quantize_activations(

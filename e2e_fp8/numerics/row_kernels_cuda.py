@@ -310,39 +310,6 @@ def combine(outputs: torch.Tensor, weights_Mk: torch.Tensor, rows_Mk: torch.Tens
     return out
 
 
-_COLUMNS = 4096
-
-
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["z_ptr", "out_ptr"])
-def _log_softmax(z_ptr, out_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """One row; its loads assume no alignment, since a row of V columns starts anywhere."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    z_ptr += row * stride
-    largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        largest = tl.maximum(largest, tl.load(z_ptr + start + column, mask=start + column < V, other=float("-inf")))
-    top = tl.max(largest, axis=0)
-    lanes = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        lanes += tl.exp(tl.load(z_ptr + start + column, mask=start + column < V, other=float("-inf")) - top)
-    log_sum = tl.log(tl.sum(lanes, axis=0))
-    for start in range(0, V, BLOCK):
-        inside = start + column < V
-        tl.store(out_ptr + row * V + start + column, tl.load(z_ptr + start + column, mask=inside, other=0.0) - top - log_sum, mask=inside)
-
-
-def log_softmax(logits_MV: torch.Tensor) -> torch.Tensor:
-    """As row_invariant.log_softmax; torch's own kernel sums a row that does not start at 16 bytes in another order."""
-    logits_MV = logits_MV if logits_MV.stride(-1) == 1 else logits_MV.contiguous()
-    out = torch.empty(logits_MV.shape, dtype=torch.float32, device=logits_MV.device)
-    if out.numel():
-        rows, columns = logits_MV.shape
-        block = min(_COLUMNS, max(16, triton.next_power_of_2(columns)))
-        _log_softmax[(rows,)](logits_MV, out, logits_MV.stride(0), V=columns, BLOCK=block, num_warps=8, **_STRICT)
-    return out
-
-
 _TILES = 16
 """Quantization tiles of one program."""
 

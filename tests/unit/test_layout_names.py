@@ -71,7 +71,7 @@ def test_engine_parameters_are_those_of_vllms_model(engine_ranks):
             assert expected == real, (name, rank)
 
 
-@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("spec", ["te", "te_norms", "local"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_names_agree_with_the_table_that_ran_on_a_gpu(family, spec):
     config = tiny_configs()[family]
