@@ -67,7 +67,7 @@ def test_a_gpu_refuses_what_is_not_written_for_it_and_names_it():
     assert choices_on(config({"alignment": "bitwise"}).numerics, "cpu") == choices_at("bitwise")
 
 
-@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton"), ("enforce_eager", False)])
+@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton")])
 def test_aligned_on_a_gpu_needs_the_trainers_kernels(field, value):
     with pytest.raises(ConfigError, match=rf"rollout\.{field}"):
         check_alignment_on_cuda(config({"alignment": "aligned"}, rollout={field: value}))
