@@ -62,7 +62,7 @@ def shared_quantizer(
     amax_epsilon: float, x: torch.Tensor, scale: Any = None, scale_ub: Any = None, use_triton: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As vLLM's QuantFP8 of groups of 128: E4M3 codes ``[M, K]`` and float32 factors ``[M, K / 128]``."""
-    return row_invariant.quantize_activations(x, amax_epsilon=amax_epsilon)
+    return row_invariant.quantize_activations(x, amax_epsilon=amax_epsilon, column_major=True)
 
 
 def shared_router(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,11 +157,9 @@ class SharedExperts:
 
     def combine(self, down_PH: torch.Tensor, place_Mk: torch.Tensor, weights_Mk: torch.Tensor, ids_Mk: torch.Tensor) -> torch.Tensor:
         """``[M, H]``, the weighted sum of each token's rows."""
-        tokens, top_k = place_Mk.shape
         if "combine" in self.shared:
-            outputs_AH = down_PH.index_select(0, place_Mk.reshape(-1))
-            return row_invariant.combine(outputs_AH.view(tokens, top_k, -1), weights_Mk)
-        out = down_PH.new_empty(tokens, down_PH.shape[1])
+            return row_invariant.combine(down_PH, weights_Mk, place_Mk)
+        out = down_PH.new_empty(place_Mk.shape[0], down_PH.shape[1])
         deepgemm_unpermute_and_reduce(
             a=down_PH, topk_ids=ids_Mk, topk_weights=weights_Mk, inv_perm=place_Mk, expert_map=None, output=out
         )  # fmt: skip

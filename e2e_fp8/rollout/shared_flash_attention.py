@@ -70,7 +70,7 @@ class SharedFlashAttention(FlashAttentionImpl):
             output.zero_()
         tokens = attn_metadata.num_actual_tokens
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        output.view(-1, self.num_heads, self.head_size)[:tokens] = paged_attention(
+        paged_attention(
             query[:tokens],
             key_cache,
             value_cache,
@@ -79,5 +79,6 @@ class SharedFlashAttention(FlashAttentionImpl):
             attn_metadata.seq_lens,
             self.scale,
             attn_metadata.max_query_len,
+            out=output.view(-1, self.num_heads, self.head_size)[:tokens],
         )
         return output

@@ -139,6 +139,8 @@ def shared_norm(module: Any, native: Any, shared: bool, rounded: bool, x: torch.
         total = x.float() + residual.float()
         normed = row_invariant.rms_norm(total, module.weight, module.variance_epsilon)
         return normed.to(x.dtype), total.to(x.dtype)
+    if residual is not None and shared:
+        return row_invariant.add_rms_norm(x, residual, module.weight, module.variance_epsilon)
     if residual is not None:
         x = x + residual
     normed = row_invariant.rms_norm(x, module.weight, module.variance_epsilon) if shared else native(x)
@@ -150,8 +152,9 @@ def _rotary_of(name: str, module: Any, device: torch.device) -> Callable[..., An
 
     if type(module) is not RotaryEmbedding or not module.is_neox_style or module.rotary_dim != module.head_size:
         raise EngineError(f"{name} is a {type(module).__name__}: the shared rotary embedding turns whole heads in NeoX order only.")
-    cos, sin = row_invariant.rotary_table(float(module.base), module.head_size, module.max_position_embeddings)
-    return partial(shared_rotary, module, torch.cat([cos, sin], dim=-1).to(device))
+    cos, sin = row_invariant.rotary_table(float(module.base), module.head_size, module.max_position_embeddings, device)
+    # one table, so that a step gathers once
+    return partial(shared_rotary, module, torch.cat([cos, sin], dim=-1))
 
 
 def shared_rotary(module: Any, table: torch.Tensor, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):

@@ -110,7 +110,6 @@ def test_the_command_prints_the_first_broken_link_and_exits_with_1(capsys):
     ("overrides", "words"),
     [
         (["rollout.placement=server", "sync.transport=disk"], "rollout.placement to in_process"),
-        (["run.backend=auto"], "run.backend to cpu"),
         (["model.max_position_embeddings=64", "rollout.max_model_len=64"], "max_position_embeddings is 64"),
     ],
 )
