@@ -54,11 +54,20 @@ def check_alignment_on_cuda(cfg: Config) -> None:
             f"numerics.alignment is {level}, but rollout.moe_backend is {cfg.rollout.moe_backend}, whose sums differ from the "
             "trainer's grouped products: set it to deep_gemm."
         )
-    aligned_rows = cfg.model.vocab_size <= SMALL_VOCABULARY or cfg.model.vocab_size % 4 == 0
-    if level == "bitwise" and not aligned_rows:
+    if level == "bitwise":
+        check_log_softmax_rows(cfg.model.vocab_size)
+
+
+def check_log_softmax_rows(vocab_size: int) -> None:
+    """Refuse a vocabulary whose rows of logits torch would sum in an order that depends on the row.
+
+    Raises:
+        ConfigError: rows are long and not multiples of 16 bytes.
+    """
+    if vocab_size > SMALL_VOCABULARY and vocab_size % 4:
         raise ConfigError(
-            f"numerics.alignment is bitwise, but model.vocab_size is {cfg.model.vocab_size}: on a GPU torch sums a row of logits in an "
-            "order that depends on its place in memory unless rows are multiples of 16 bytes, so make it a multiple of 4."
+            f"numerics.alignment is bitwise, but model.vocab_size is {vocab_size}: on a GPU torch sums a row of logits in an order that "
+            "depends on its place in memory unless rows are multiples of 16 bytes, so make it a multiple of 4."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import CAUSES, choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
@@ -177,11 +177,16 @@ def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None
                 f"{worker['alignment'][name]}: pass the run's additional_config to vLLM."
             )
     if worker["device"] == "cuda":
-        _check_operators(planned, worker["operators"], where)
+        _check_operators(planned, worker["operators"], where, is_moe=cfg.model.is_moe)
 
 
-def _check_operators(planned: Mapping[str, str], live: Mapping[str, Mapping[str, Any]], where: str) -> None:
+def _check_operators(planned: Mapping[str, str], live: Mapping[str, Mapping[str, Any]], where: str, *, is_moe: bool) -> None:
     """Every layer of a GPU worker has the operator that its cause's choice says."""
+    for name, choice in planned.items():
+        # vLLM multiplies by the router's probabilities where the shared operator does
+        in_engine = name != "router_probabilities" and (is_moe or not CAUSES[name].moe_only)
+        if choice != "native" and in_engine and name not in live:
+            raise EngineError(f"numerics.alignment asks for {name}={choice}, but {where} reports no layer that could have it.")
     for name, operators in live.items():
         wanted = "native" if planned[name] == "native" else "shared"
         other = "shared" if wanted == "native" else "native"

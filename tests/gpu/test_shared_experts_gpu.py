@@ -94,7 +94,7 @@ def test_they_compute_the_experts(layer):
         gate, up = torch.einsum("mh,mnh->mn", x.double(), w13[chosen]).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
         expected += weights[:, slot : slot + 1].double() * torch.einsum("mi,mhi->mh", hidden, w2[chosen])
-    assert sqnr_db(expected, run(module)(x, weights, ids).double()) > 25
+    assert sqnr_db(expected, run(module)(x, weights, ids).double()) > 23
 
 
 @pytest.mark.parametrize("native", CAUSES)
