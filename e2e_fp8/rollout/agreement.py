@@ -15,7 +15,7 @@ from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
-from e2e_fp8.rollout.live_operators import live_operators
+from e2e_fp8.rollout.live_operators import SAMPLER_CAUSES, live_operators
 from e2e_fp8.rollout.router_gate import engine_precision, live_precision
 from e2e_fp8.rollout.shared_operators import engine_choices
 
@@ -23,7 +23,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _EXPERTS = ".mlp.experts"
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 """Without scales of their own: nobody delivers those of a quantized cache, and sleep loses them."""
-_REMEDIES = dict.fromkeys(("log_softmax", "temperature"), "Set VLLM_USE_V2_MODEL_RUNNER=0 for it.")
+_REMEDIES = dict.fromkeys(SAMPLER_CAUSES, "Set VLLM_USE_V2_MODEL_RUNNER=0 for it.")
 """Cause -> what to do about a layer with another operator than planned."""
 _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
@@ -189,6 +189,9 @@ def _check_operators(planned: Mapping[str, str], live: Mapping[str, Mapping[str,
             raise EngineError(f"numerics.alignment asks for {name}={choice}, but {where} reports no layer that could have it.")
     for name, operators in live.items():
         wanted = "native" if planned[name] == "native" else "shared"
+        if wanted == "native" and name in SAMPLER_CAUSES:
+            # vLLM's own choice of a model runner may be the one that shares them
+            continue
         other = "shared" if wanted == "native" else "native"
         if count := operators[other]:
             layers = ", ".join(operators[f"{other}_at"]) + (" and others" if count > len(operators[f"{other}_at"]) else "")

@@ -10,6 +10,8 @@ import torch
 from e2e_fp8.numerics import row_invariant
 from e2e_fp8.rollout.shared_operators import NORM_CAUSES, attention_class, shared_head, shared_norm, shared_rotary, shared_routing
 
+SAMPLER_CAUSES = ("log_softmax", "temperature")
+"""Of the first model runner's sampler: torch.log_softmax of logits divided by a tensor."""
 NAMED = 3
 """Native layers that are named for each cause; the others are counted."""
 
@@ -57,8 +59,7 @@ def _states(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> I
             yield "attention", name, isinstance(module.impl, attention_class(device))
         yield from _products(name, module, device)
     if device.type == "cuda":
-        for cause in ("log_softmax", "temperature"):
-            # Only the first runner's sampler takes torch.log_softmax of logits divided by a tensor.
+        for cause in SAMPLER_CAUSES:
             yield cause, "sampler", not vllm_config.use_v2_model_runner
 
 

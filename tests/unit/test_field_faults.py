@@ -124,10 +124,11 @@ def test_an_engine_whose_layers_have_another_operator_is_refused_by_name():
         check_agreement(cfg, [worker(cfg, operators=live | {"residual_add": operators(shared=1)})])
     with pytest.raises(EngineError, match=r"log_softmax=shared, but 2 layers .* native operator: first, second\. Set VLLM_USE_V2"):
         check_agreement(cfg, [worker(cfg, operators=live | {"log_softmax": operators(shared=0)})])
-    with pytest.raises(EngineError, match="temperature=shared, but rollout rank 0 .* reports no layer that could have it"):
+    with pytest.raises(EngineError, match=r"temperature=shared, but rollout rank 0 .* reports no layer that could have it"):
         check_agreement(cfg, [worker(cfg, operators={name: live[name] for name in live if name != "temperature"})])
-    with pytest.raises(EngineError, match="head=native, but 2 layers .* have their shared operator"):
+    with pytest.raises(EngineError, match=r"head=native, but 2 layers .* have their shared operator"):
         check_agreement(Config(), [worker(Config(), operators={"head": operators(shared=2)})])
+    check_agreement(Config(), [worker(Config(), operators={"temperature": operators(shared=2)})])
 
 
 def test_vllm_58157_37806_prime_rl_3112_scales_rounded_to_powers_of_two_fail_the_receipt_by_name():
