@@ -24,6 +24,7 @@ from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous, mk_alignment_
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics import row_invariant
+from e2e_fp8.numerics.row_fused_cuda import silu_and_mul_quantized
 from e2e_fp8.rollout.shared_operators import set_forward_method, set_method
 
 EXPERT_CAUSES = ("activation_scales", "swiglu", "combine")
@@ -132,12 +133,12 @@ class SharedExperts:
         with mk_alignment_scope(alignment):
             w13 = (layer.w13_weight, layer.w13_weight_scale_inv)
             m_grouped_fp8_gemm_nt_contiguous((codes_PH, scale_inv_P), w13, gate_up_P2I, expert_P)
-            activation_PI = self.activation(gate_up_P2I)
             w2 = (layer.w2_weight, layer.w2_weight_scale_inv)
-            m_grouped_fp8_gemm_nt_contiguous(self.quantize(activation_PI), w2, down_PH, expert_P)
+            m_grouped_fp8_gemm_nt_contiguous(self.activation_codes(gate_up_P2I, expert_P), w2, down_PH, expert_P)
         if self.observe is not None:
             order_A = place_Mk.reshape(-1)[topk_ids.reshape(-1).argsort(stable=True)]
-            values = {"gate_up": gate_up_P2I[order_A], "activation": activation_PI[order_A], "down": down_PH[order_A]}
+            gate_up_A2I = gate_up_P2I[order_A]
+            values = {"gate_up": gate_up_A2I, "activation": self.activation(gate_up_A2I), "down": down_PH[order_A]}
             self.observe(values | {"weights": topk_weights, "ids": topk_ids})
         return self.combine(down_PH, place_Mk, topk_weights, topk_ids)
 
@@ -147,8 +148,14 @@ class SharedExperts:
             return shared_quantizer(self.amax_epsilon, x)
         return per_token_group_quant_fp8(x, TILE)
 
+    def activation_codes(self, gate_up_P2I: torch.Tensor, expert_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The quantized activation; rows of padding hold whatever was in memory, and it stays in its row."""
+        if {"swiglu", "activation_scales"} <= self.shared:
+            return silu_and_mul_quantized(gate_up_P2I, expert_P, amax_epsilon=self.amax_epsilon)
+        return self.quantize(self.activation(gate_up_P2I))
+
     def activation(self, gate_up_P2I: torch.Tensor) -> torch.Tensor:
-        """``[P, I]``; rows of padding hold whatever was in memory and stay in their row."""
+        """``[P, I]``."""
         if "swiglu" in self.shared:
             return row_invariant.silu_and_mul(gate_up_P2I)
         out = gate_up_P2I.new_empty(gate_up_P2I.shape[0], gate_up_P2I.shape[1] // 2)

@@ -65,9 +65,7 @@ class SharedFlashAttention(FlashAttentionImpl):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None or attn_metadata.causal is not True:
             raise EngineError("The shared attention is causal and does not quantize its output.")
-        if torch.cuda.is_current_stream_capturing():
-            # Rows that pad the batch of a CUDA graph belong to no request: nothing writes them, and NaN would reach router and experts.
-            output.zero_()
+        # Rows that pad the batch of a CUDA graph belong to no request: nothing writes them, and whatever they hold stays in its row.
         tokens = attn_metadata.num_actual_tokens
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         paged_attention(

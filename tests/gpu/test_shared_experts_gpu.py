@@ -125,3 +125,23 @@ def test_a_cuda_graph_replays_other_routings(layer):
         graph.replay()
         real = 48 - padding
         assert torch.equal(out[:real], experts(other[:real], other_weights[:real], other_ids[:real]))
+
+
+@pytest.mark.parametrize("amax_epsilon", [0.0, 1e-3])
+@pytest.mark.parametrize("width", [128, 768])
+def test_the_fused_activation_is_the_composition(width, amax_epsilon):
+    """Also where values are zero, huge, tiny or not numbers; rows of padding are not written."""
+    from e2e_fp8.numerics.row_fused_cuda import silu_and_mul_quantized
+
+    rows = 384
+    gate_up = (torch.randn(rows, 2 * width, device="cuda") * torch.logspace(-6, 6, rows, device="cuda")[:, None]).bfloat16()
+    gate_up[3] = 0
+    gate_up[4, 5], gate_up[5, 7], gate_up[6, :] = torch.nan, torch.inf, 3e38
+    expert = torch.randint(-1, 4, (rows,), device="cuda", dtype=torch.int32)
+    expert[:8], expert[128:256] = 0, -1
+    codes, scale_inv = silu_and_mul_quantized(gate_up, expert, amax_epsilon=amax_epsilon)
+    expected = row_invariant.quantize_activations(row_invariant.silu_and_mul(gate_up), amax_epsilon=amax_epsilon)
+    real = expert >= 0
+    assert torch.equal(codes.view(torch.uint8)[real], expected[0].view(torch.uint8)[real])
+    assert torch.equal(scale_inv[real].view(torch.int32), expected[1].contiguous()[real].view(torch.int32))
+    assert scale_inv.stride() == (1, rows)
