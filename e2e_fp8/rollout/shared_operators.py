@@ -25,6 +25,9 @@ NORM_CAUSES = {"q_norm": "qk_norm", "k_norm": "qk_norm", "norm": "final_norm"}
 REPLACED = ("rms_norm", "residual_add", "qk_norm", "rotary", "attention", "swiglu", "router_gemm", "top_k", "gate_normalization", "combine")
 """Causes whose operator is put into the model, on both grounds."""
 
+_TOUCHED = "_e2e_fp8_shared"
+"""Attribute of a model that has, or once had, shared operators."""
+
 
 def engine_options(vllm_config: Any) -> dict[str, Any]:
     """What this package's settings say to an engine; empty for one that was started without them."""
@@ -47,15 +50,19 @@ def share_operators(model: torch.nn.Module, vllm_config: Any, device: torch.devi
     """
     choices = engine_choices(vllm_config) if choices is None else choices
     shared = {name for name, choice in choices.items() if choice != "native"}
-    if device.type == "cuda":
-        _check_compilation(vllm_config, shared)
+    if device.type == "cuda" and not shared and not hasattr(model, _TOUCHED):
+        # a compiled model is traced as vLLM made it
+        return
+    setattr(model, _TOUCHED, True)
     amax_epsilon = float(engine_options(vllm_config).get("amax_epsilon", 0.0))
     for name, module in model.named_modules():
         _share_custom_op(name, module, shared, device)
         _share_layer(module, shared, device)
-        if device.type == "cuda":
-            from e2e_fp8.rollout.cuda_fp8 import share_products
+    if device.type == "cuda":
+        from e2e_fp8.rollout.cuda_fp8 import share_products
 
+        _check_compilation(vllm_config, shared)
+        for name, module in model.named_modules():
             share_products(name, module, shared, amax_epsilon)
 
 
