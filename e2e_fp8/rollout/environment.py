@@ -7,7 +7,6 @@ kernels; :func:`apply_environment` sets what is missing.
 import os
 from collections.abc import Mapping, MutableMapping
 
-from e2e_fp8.config.alignment import choices_on
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
@@ -20,14 +19,13 @@ _REASONS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "FlashInfer's sampler ignores per-request seeds and processed log-probs",
     "TORCH_COMPILE_DISABLE": "compiled code rounds differently from the reference arithmetic and costs half a minute",
     "VLLM_CPU_KVCACHE_SPACE": "rollout.kv_cache_gib sets the size of the KV cache",
-    "VLLM_USE_V2_MODEL_RUNNER": "the second model runner takes log-probs and temperature in kernels of its own, which numerics.alignment "
-    "replaces by the trainer's",
     "VLLM_CPU_SGL_KERNEL": "the packed kernel keeps no checkpoint layout",
     CAPTURE_GATE_WEIGHTS: "training.router_replay.mode replays gate weights, which vLLM then has to record",
 }
 NUMERIC_SWITCHES = (
     *_REASONS,
     "VLLM_USE_DEEP_GEMM",
+    "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_DISABLED_KERNELS",
     "VLLM_BATCH_INVARIANT",
     "NVIDIA_TF32_OVERRIDE",
@@ -52,9 +50,6 @@ def rollout_environment(cfg: Config, *, device: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": str(cfg.rollout.kv_cache_gib or 1),
             "VLLM_CPU_SGL_KERNEL": "0",
         }
-    choices = choices_on(cfg.numerics, device)
-    if {choices["log_softmax"], choices["temperature"]} != {"native"}:
-        common["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     return common | {
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",

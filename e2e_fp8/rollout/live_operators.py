@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from e2e_fp8.numerics import row_invariant
+from e2e_fp8.rollout.sampler_patches import is_live
 from e2e_fp8.rollout.shared_operators import NORM_CAUSES, attention_class, shared_head, shared_norm, shared_rotary, shared_routing
 
 SAMPLER_CAUSES = ("log_softmax", "temperature")
-"""Of the first model runner's sampler: torch.log_softmax of logits divided by a tensor."""
+"""Of the sampler; vLLM's first model runner always has them (e2e_fp8.rollout.sampler_patches)."""
 NAMED = 3
 """Native layers that are named for each cause; the others are counted."""
 
@@ -60,7 +61,7 @@ def _states(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> I
         yield from _products(name, module, device)
     if device.type == "cuda":
         for cause in SAMPLER_CAUSES:
-            yield cause, "sampler", not vllm_config.use_v2_model_runner
+            yield cause, "sampler", not vllm_config.use_v2_model_runner or is_live(cause)
 
 
 def _partial_of(method: Any, function: Any) -> partial | None:
