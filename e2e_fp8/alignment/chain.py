@@ -216,7 +216,9 @@ class Chain:
         alone = self._run([self._request(self.prompt, greedy=True)])
         filler = [token for other in self.others for token in other][: STEP_TOKENS - PROMPT_TOKENS // 3]
         cut = self._run([self._request(filler, greedy=True), self._request(self.prompt, greedy=True)], index=1)
-        if len(cut.steps[0]) != STEP_TOKENS or cut.steps[0][len(filler) :] != self.prompt[: STEP_TOKENS - len(filler)]:
+        part = self.prompt[: STEP_TOKENS - len(filler)]
+        # vLLM's second model runner puts the shorter request first
+        if cut.steps[0] not in ([*filler, *part], [*part, *filler]):
             raise RuntimeError("vLLM did not cut the prompt, so the chunked link compared nothing")
         return self._compare_runs("chunked", alone, cut, ("whole", "in chunks"))
 
