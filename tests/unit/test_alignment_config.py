@@ -1,11 +1,13 @@
 """The table of causes, and what a configuration may ask of it."""
 
+import contextlib
+
 import pytest
 
 from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of, choices_on
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.errors import ConfigError
-from e2e_fp8.orchestration.environment import check_alignment_on_cuda
+from e2e_fp8.orchestration.environment import check_alignment_on_cuda, check_log_softmax_rows
 
 CPU_ONLY = {"rms_norm", "qk_norm", "rotary", "attention", "swiglu", "router_gemm", "top_k", "router_probabilities", "combine", "head"}
 """Written for the CPU ground alone today; a GPU implementation takes its name out of here."""
@@ -67,9 +69,15 @@ def test_a_gpu_refuses_what_is_not_written_for_it_and_names_it():
     assert choices_on(config({"alignment": "bitwise"}).numerics, "cpu") == choices_at("bitwise")
 
 
-@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton"), ("enforce_eager", False)])
+@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton")])
 def test_aligned_on_a_gpu_needs_the_trainers_kernels(field, value):
     with pytest.raises(ConfigError, match=rf"rollout\.{field}"):
         check_alignment_on_cuda(config({"alignment": "aligned"}, rollout={field: value}))
     check_alignment_on_cuda(config(rollout={field: value}))
     check_alignment_on_cuda(config({"alignment": "aligned"}))
+
+
+@pytest.mark.parametrize(("size", "refused"), [(1022, False), (1026, True), (1028, False), (151_936, False)])
+def test_bitwise_on_a_gpu_needs_rows_of_logits_of_whole_16_bytes(size, refused):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is 1026") if refused else contextlib.nullcontext():
+        check_log_softmax_rows(size)

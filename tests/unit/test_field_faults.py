@@ -83,7 +83,15 @@ def quantized(rows: int, columns: int, seed: int = 1) -> BlockScaled:
 def worker(cfg: Config, **changes) -> dict:
     """What a healthy engine rank reports, with ``changes``."""
     facts = {"device": "cuda", "capability": [9, 0], "tensor_parallel": 1, "kv_cache_dtype": "auto", "pid": 1}
-    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices_on(cfg.numerics, "cuda")} | changes
+    choices = choices_on(cfg.numerics, "cuda")
+    facts |= {"operators": {name: operators(shared=0 if choice == "native" else 2) for name, choice in choices.items()}}
+    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices} | changes
+
+
+def operators(*, shared: int) -> dict:
+    """A report of two layers, ``shared`` of which have the trainer's operator."""
+    names = ["first", "second"]
+    return {"shared": shared, "native": 2 - shared, "shared_at": names[:shared], "native_at": names[shared:]}
 
 
 def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_when_on():
@@ -105,6 +113,22 @@ def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
     check_agreement(cfg, [worker(cfg)])
     with pytest.raises(EngineError, match=r"residual_add=shared, but rollout rank 0 .* was started with native"):
         check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
+
+
+def test_an_engine_whose_layers_have_another_operator_is_refused_by_name():
+    cfg = parse_config({"numerics": {"alignment": "aligned"}})
+    live = worker(cfg)["operators"]
+    with pytest.raises(
+        EngineError, match=r"residual_add=shared, but 1 layers at rollout rank 0 .* have their native operator: second\. Set"
+    ):
+        check_agreement(cfg, [worker(cfg, operators=live | {"residual_add": operators(shared=1)})])
+    with pytest.raises(EngineError, match=r"log_softmax=shared, but 2 layers .* native operator: first, second\. Set VLLM_USE_V2"):
+        check_agreement(cfg, [worker(cfg, operators=live | {"log_softmax": operators(shared=0)})])
+    with pytest.raises(EngineError, match=r"temperature=shared, but rollout rank 0 .* reports no layer that could have it"):
+        check_agreement(cfg, [worker(cfg, operators={name: live[name] for name in live if name != "temperature"})])
+    with pytest.raises(EngineError, match=r"head=native, but 2 layers .* have their shared operator"):
+        check_agreement(Config(), [worker(Config(), operators={"head": operators(shared=2)})])
+    check_agreement(Config(), [worker(Config(), operators={"temperature": operators(shared=2)})])
 
 
 def test_vllm_58157_37806_prime_rl_3112_scales_rounded_to_powers_of_two_fail_the_receipt_by_name():
