@@ -21,7 +21,7 @@ from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
 from e2e_fp8.rollout.rank_filling import RankFiller
 from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
-from e2e_fp8.rollout.shared_operators import engine_choices, share_operators
+from e2e_fp8.rollout.shared_operators import share_operators
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveParameters, Loader
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
@@ -59,7 +59,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         """Raises ConfigError without a token when the server's control routes are on, EngineError for a model it cannot lay out."""
         super().__init__(config, vllm_config, device, model)
         require_token_for_dev_routes()
-        share_operators(model, engine_choices(vllm_config), device)
+        share_operators(model, vllm_config, device)
         hf_config = self.model_config.hf_config
         self.hf_config: dict[str, Any] = hf_config.to_dict()
         if hasattr(hf_config, "num_experts"):

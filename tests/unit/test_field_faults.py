@@ -39,7 +39,7 @@ import pytest
 import torch
 from layout_models import tiny_configs
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError, LayoutError
@@ -86,7 +86,15 @@ def worker(cfg: Config, **changes) -> dict:
     """What a healthy engine rank reports, with ``changes``."""
     facts = {"device": "cuda", "capability": [9, 0], "tensor_parallel": 1, "kv_cache_dtype": "auto", "pid": 1}
     facts["kernels"] = {"Fp8LinearMethod/DeepGemmFp8BlockScaledMMKernel": 8, "Fp8MoEMethod/DEEPGEMM": 2}
-    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices_on(cfg.numerics, "cuda")} | changes
+    choices = choices_of(cfg.numerics)
+    facts |= {"operators": {name: operators(shared=0 if choice == "native" else 2) for name, choice in choices.items()}}
+    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices} | changes
+
+
+def operators(*, shared: int) -> dict:
+    """A report of two layers, ``shared`` of which have the trainer's operator."""
+    names = ["first", "second"]
+    return {"shared": shared, "native": 2 - shared, "shared_at": names[:shared], "native_at": names[shared:]}
 
 
 def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_when_on():
@@ -106,8 +114,24 @@ def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_whe
 def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
     cfg = parse_config({"numerics": {"alignment": "aligned"}})
     check_agreement(cfg, [worker(cfg)])
-    with pytest.raises(EngineError, match=r"residual_add=shared, but rollout rank 0 .* was started with native"):
-        check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
+    with pytest.raises(EngineError, match=r"rms_norm=shared, but rollout rank 0 .* was started with native"):
+        check_agreement(cfg, [worker(cfg, alignment=choices_of(Config().numerics))])
+
+
+def test_an_engine_whose_layers_have_another_operator_is_refused_by_name():
+    cfg = parse_config({"numerics": {"alignment": "aligned"}})
+    live = worker(cfg)["operators"]
+    with pytest.raises(
+        EngineError, match=r"residual_add=shared, but 1 layers at rollout rank 0 .* have their native operator: second\. Set"
+    ):
+        check_agreement(cfg, [worker(cfg, operators=live | {"residual_add": operators(shared=1)})])
+    with pytest.raises(EngineError, match=r"log_softmax=shared, but 2 layers .* native operator: first, second\. Set VLLM_USE_V2"):
+        check_agreement(cfg, [worker(cfg, operators=live | {"log_softmax": operators(shared=0)})])
+    with pytest.raises(EngineError, match=r"temperature=shared, but rollout rank 0 .* reports no layer that could have it"):
+        check_agreement(cfg, [worker(cfg, operators={name: live[name] for name in live if name != "temperature"})])
+    with pytest.raises(EngineError, match=r"head=native, but 2 layers .* have their shared operator"):
+        check_agreement(Config(), [worker(Config(), operators={"head": operators(shared=2)})])
+    check_agreement(Config(), [worker(Config(), operators={"temperature": operators(shared=2)})])
 
 
 @pytest.mark.parametrize("kernel", ["Fp8LinearMethod/MarlinFP8ScaledMMLinearKernel", "Fp8MoEMethod/MARLIN", "Fp8MoEMethod/HUMMING"])
