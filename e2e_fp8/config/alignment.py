@@ -26,8 +26,6 @@ class Choice:
 
     trainer: str
     rollout: str
-    cuda: bool
-    """Written for the CUDA ground. ``bitwise`` is refused there while a cause's choice is not."""
     row_invariant: bool
     """Whether a row keeps its bits in any batch, chunk or packing on both sides."""
 
@@ -50,12 +48,12 @@ class Cause:
         return {"fast": self.fast, "aligned": self.aligned, "bitwise": self.bitwise}[level]
 
 
-def _both(trainer: str, rollout: str, *, cuda: bool = True) -> Choice:
-    return Choice(trainer=trainer, rollout=rollout, cuda=cuda, row_invariant=False)
+def _both(trainer: str, rollout: str) -> Choice:
+    return Choice(trainer=trainer, rollout=rollout, row_invariant=False)
 
 
-def _same(text: str, *, cuda: bool = True) -> Choice:
-    return Choice(trainer=text, rollout=text, cuda=cuda, row_invariant=True)
+def _same(text: str) -> Choice:
+    return Choice(trainer=text, rollout=text, row_invariant=True)
 
 
 _NORM = _same("sum of squares in a fixed FP32 order (16 lanes on the CPU), weight applied in FP32, one rounding to BF16")
@@ -239,25 +237,6 @@ def choices_at(level: Level) -> dict[str, str]:
 def choices_of(numerics: "NumericsConfig") -> dict[str, str]:
     """Cause -> choice of a configuration: the level's, then the overrides."""
     return choices_at(numerics.alignment) | dict(numerics.alignment_overrides)
-
-
-def choices_on(numerics: "NumericsConfig", device_type: str) -> dict[str, str]:
-    """:func:`choices_of` on one ground (``cpu`` or ``cuda``): on a GPU ``aligned`` leaves ``native`` what is written for the CPU alone.
-
-    Raises:
-        ConfigError: on a GPU, ``bitwise`` or an override asks for such an operator.
-    """
-    choices = choices_of(numerics)
-    if device_type == "cpu":
-        return choices
-    missing = [name for name, choice in choices.items() if not CAUSES[name].choices[choice].cuda]
-    wanted = missing if numerics.alignment == "bitwise" else [name for name in missing if name in numerics.alignment_overrides]
-    if wanted:
-        raise ConfigError(
-            f"numerics.alignment is {numerics.alignment}, but on a GPU the shared operators of {', '.join(wanted)} are not implemented: "
-            "use run.backend: cpu, or numerics.alignment: aligned without overrides."
-        )
-    return choices | dict.fromkeys(missing, "native")
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:

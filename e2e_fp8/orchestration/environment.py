@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
@@ -45,10 +45,16 @@ def check_alignment_on_cuda(cfg: Config) -> None:
     """Refuse what ``numerics.alignment`` cannot keep on a GPU.
 
     Raises:
-        ConfigError: a shared operator is written for the CPU ground only, or vLLM's kernels would not be the trainer's.
+        ConfigError: vLLM's kernels would not be the trainer's, or a row's bits would depend on the rows beside it.
     """
-    choices_on(cfg.numerics, "cuda")
-    level = cfg.numerics.alignment
+    from e2e_fp8.numerics.row_attention_cuda import HEAD_WIDTHS, fits_head_width
+
+    level, head_dim = cfg.numerics.alignment, cfg.model.head_dim
+    if choices_of(cfg.numerics)["attention"] != "native" and not fits_head_width(head_dim):
+        raise ConfigError(
+            f"numerics.alignment is {level}, but model.head_dim is {head_dim}, and a GPU's shared attention takes head widths "
+            f"{HEAD_WIDTHS}: choose one, or set numerics.alignment_overrides.attention to native."
+        )
     if level != "fast" and cfg.model.is_moe and cfg.rollout.moe_backend != "deep_gemm":
         raise ConfigError(
             f"numerics.alignment is {level}, but rollout.moe_backend is {cfg.rollout.moe_backend}, whose sums differ from the "

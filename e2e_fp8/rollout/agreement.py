@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.config.alignment import CAUSES, choices_on
+from e2e_fp8.config.alignment import CAUSES, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
@@ -169,7 +169,7 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None:
-    planned = choices_on(cfg.numerics, worker["device"])
+    planned = choices_of(cfg.numerics)
     for name, choice in planned.items():
         if worker["alignment"][name] != choice:
             raise EngineError(

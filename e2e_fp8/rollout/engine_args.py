@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_on
+from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.rollout.router_gate import router_options
 
@@ -23,7 +23,7 @@ def compilation_config(choices: Mapping[str, str], device: str) -> dict[str, Any
 
 def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for a run; a pure function of its inputs."""
-    rollout, choices = cfg.rollout, choices_on(cfg.numerics, device)
+    rollout, choices = cfg.rollout, choices_of(cfg.numerics)
     args: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,

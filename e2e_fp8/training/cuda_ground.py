@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.megatron import Spec
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
-from e2e_fp8.numerics.row_attention_cuda import HEAD_WIDTHS, fits_head_width
 from e2e_fp8.training.ground import local_expert_weights
 from e2e_fp8.training.parallel import Parameter, local_device_index
 from e2e_fp8.training.weights import hf_modules_of
@@ -32,12 +31,7 @@ class CudaGround:
     token_multiple = 128
 
     def __init__(self, cfg: Config) -> None:
-        self.choices = choices_on(cfg.numerics, "cuda")
-        if self.choices["attention"] != "native" and not fits_head_width(cfg.model.head_dim):
-            raise ConfigError(
-                f"numerics.alignment is {cfg.numerics.alignment}, but model.head_dim is {cfg.model.head_dim}, and a GPU's shared "
-                f"attention takes head widths {HEAD_WIDTHS}: choose one, or set numerics.alignment_overrides.attention to native."
-            )
+        self.choices = choices_of(cfg.numerics)
         # Transformer Engine fuses a norm into the linear behind it
         self.spec: Spec = "te" if self.choices["rms_norm"] == "native" else "te_norms"
         self.fp8 = cfg.numerics.training_precision == "fp8"

@@ -37,7 +37,7 @@ import pytest
 import torch
 from layout_models import tiny_configs
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError, LayoutError
@@ -83,7 +83,7 @@ def quantized(rows: int, columns: int, seed: int = 1) -> BlockScaled:
 def worker(cfg: Config, **changes) -> dict:
     """What a healthy engine rank reports, with ``changes``."""
     facts = {"device": "cuda", "capability": [9, 0], "tensor_parallel": 1, "kv_cache_dtype": "auto", "pid": 1}
-    choices = choices_on(cfg.numerics, "cuda")
+    choices = choices_of(cfg.numerics)
     facts |= {"operators": {name: operators(shared=0 if choice == "native" else 2) for name, choice in choices.items()}}
     return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices} | changes
 
@@ -111,8 +111,8 @@ def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_whe
 def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
     cfg = parse_config({"numerics": {"alignment": "aligned"}})
     check_agreement(cfg, [worker(cfg)])
-    with pytest.raises(EngineError, match=r"residual_add=shared, but rollout rank 0 .* was started with native"):
-        check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
+    with pytest.raises(EngineError, match=r"rms_norm=shared, but rollout rank 0 .* was started with native"):
+        check_agreement(cfg, [worker(cfg, alignment=choices_of(Config().numerics))])
 
 
 def test_an_engine_whose_layers_have_another_operator_is_refused_by_name():
