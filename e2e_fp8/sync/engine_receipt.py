@@ -89,7 +89,7 @@ class RankReceipts:
         self._digests = RepeatedDigests()
         self._positions = [np.array([index[p] for p in table.parts], dtype=np.int64) for table in tables] if self._comparable else []
 
-    def expected(self, tensors: Mapping[str, torch.Tensor], *, kept: bool) -> np.ndarray:
+    def expected(self, tensors: Mapping[str, torch.Tensor], *, kept: bool = False) -> np.ndarray:
         """uint64: digests of the trainer's own bytes, for :meth:`check`.
 
         ``kept``: the same mapping comes again in later syncs, so that its parts are remembered, and with them its memory.
