@@ -44,7 +44,9 @@ def _output_of(*command: str) -> str:
 
 def _commit() -> str:
     """HEAD and whether the tree differs from it; a copy of a tree without its history names itself in E2E_FP8_COMMIT."""
-    head = os.environ.get("E2E_FP8_COMMIT") or _output_of("git", "rev-parse", "HEAD") or "unknown"
+    if named := os.environ.get("E2E_FP8_COMMIT"):
+        return named
+    head = _output_of("git", "rev-parse", "HEAD") or "unknown"
     return f"{head} with uncommitted changes" if _output_of("git", "status", "--porcelain", "-uno") else head
 
 
