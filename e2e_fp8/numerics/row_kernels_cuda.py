@@ -75,7 +75,8 @@ def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.T
     """As row_invariant.rms_norm; ``x`` may be strided (heads inside a fused projection), the result is contiguous."""
     rows, out = rows_aligned(_as_3d(x)), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        a_stride, b_stride, _ = rows.stride()
+        # a stride that is not used may be above 32 bits, and Triton would compile another kernel for it
+        a_stride, b_stride = 0 if rows.shape[0] == 1 else rows.stride(0), rows.stride(1)
         options = _norm_options(x.shape[-1])
         grid = (rows.shape[0] * rows.shape[1],)
         _rms_norm[grid](rows, None, weight_K.contiguous(), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
