@@ -79,7 +79,7 @@ def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.T
         a_stride, b_stride = 0 if rows.shape[0] == 1 else rows.stride(0), rows.stride(1)
         options = _norm_options(x.shape[-1])
         grid = (rows.shape[0] * rows.shape[1],)
-        _rms_norm[grid](rows, None, weight_K.contiguous(), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
+        _rms_norm[grid](rows, None, rows_aligned(weight_K), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
     return out
 
 
@@ -92,7 +92,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight_K: torch.Tensor
         _rms_norm[(x.numel() // width,)](
             rows_aligned(x),
             rows_aligned(residual),
-            weight_K.contiguous(),
+            rows_aligned(weight_K),
             normed,
             total,
             width,
@@ -248,7 +248,7 @@ def top_k(logits_ME: torch.Tensor, k: int) -> torch.Tensor:
     return ids
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["logits_ptr", "ids_ptr", "weights_ptr"])
 def _router_weights(
     logits_ptr,
     ids_ptr,
