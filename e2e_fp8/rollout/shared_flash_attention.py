@@ -7,7 +7,7 @@ the same blocks. Shape legend: ``T`` tokens of the step, ``N`` query heads, ``G`
 from typing import Any
 
 import torch
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
@@ -67,7 +67,9 @@ class SharedFlashAttention(FlashAttentionImpl):
             raise EngineError("The shared attention is causal and does not quantize its output.")
         # Rows that pad the batch of a CUDA graph belong to no request: nothing writes them, and whatever they hold stays in its row.
         tokens = attn_metadata.num_actual_tokens
-        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        # one key/value head leaves a stride that FlashAttention 3's loads refuse
+        key_cache, value_cache = (canonicalize_singleton_dim_strides(half) for half in halves)
         paged_attention(
             query[:tokens],
             key_cache,
