@@ -59,7 +59,7 @@ def _attend(
         raise ValueError(f"The shared attention takes head widths {HEAD_WIDTHS}, not {q_TND.shape[-1]}.")
     lengths, block_table = (None, None) if cached is None else cached
     no_tensors = (None,) * 3
-    out, lse_NT, *_ = _forward()(
+    attended, lse_NT, *_ = _forward()(
         q_TND, keys, values, None, None, None, out,  # new keys and values, absorbed queries
         *starts, None, None, lengths, max(2, longest[0]), longest[1],  # starts of new keys, used queries
         block_table, None, None, *no_tensors, *no_tensors,  # cache index, left padding, rotary embedding, FP8 scales
@@ -67,7 +67,7 @@ def _attend(
         None, 1, None, 0, None,  # schedule, splits, packing of heads, free processors, sinks
         1, 0, None,  # context parallelism
     )  # fmt: skip
-    return out, lse_NT
+    return attended, lse_NT
 
 
 def paged_attention(
