@@ -1,9 +1,9 @@
 """``memory/*`` of one step: trainer, engine, host and device."""
 
 import torch
-import torch.distributed as dist
 
-from e2e_fp8.observability.memory import GIB, group_processes, host_used_fraction, imbalance, resident_gib
+from e2e_fp8.observability.memory import group_processes, host_used_fraction, imbalance, resident_gib
+from e2e_fp8.orchestration.ranks.driver import DrivingEngine, own_memory_gib
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.rollout.server_engine import ServerEngine
 
@@ -14,14 +14,13 @@ _WORKER = "VLLM::Worker"
 def memory_metrics(session: Session) -> dict[str, float]:
     """What is in use now; an engine in the trainer's process counts as the trainer's, a server that others started is not seen."""
     record = {"memory/host_used_fraction": host_used_fraction(), "memory/trainer_host_gib": resident_gib()}
-    own = record["memory/trainer_host_gib"]
+    own = own_memory_gib(session.trainer.device)
     if session.trainer.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(session.trainer.device)
-        own = torch.cuda.memory_allocated(session.trainer.device) / GIB
         record |= {"memory/device_used_fraction": 1.0 - free / total, "memory/trainer_device_gib": own}
-    ranks = imbalance(over_ranks(own))
-    if ranks is not None:
-        record["memory/trainer_imbalance"] = ranks
+    if isinstance(session.trainer, DrivingEngine):
+        ranks = imbalance([own, *session.trainer.memory_of_others()])
+        record |= {} if ranks is None else {"memory/trainer_imbalance": ranks}
     engine = session.rollout
     if isinstance(engine, ServerEngine) and engine.process is not None:
         record |= server_memory(engine.process.pid)
@@ -34,12 +33,3 @@ def server_memory(group: int) -> dict[str, float]:
     record = {"memory/engine_host_gib": sum(size for size, _ in sizes)}
     ranks = imbalance([size for size, command in sizes if command.startswith(_WORKER)])
     return record if ranks is None else record | {"memory/engine_imbalance": ranks}
-
-
-def over_ranks(value: float) -> list[float]:
-    """The value of every trainer rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -10,6 +10,7 @@
 ["reference"]            a frozen second engine, whose log-probs go to reference.safetensors
 ["whole", NAME]          gathered and checked tensors, and masters put together from the newest checkpoint
 ["weights", RUN]         the weights alone, in one process
+["memory", RANK, MIB]    memory/* of a step, after that rank took so much more: memory.json
 ["die", RANK]            that rank is killed inside its next optimizer step
 ["full_disk", RANK]      that rank can write no more than a few bytes a file
 ["die_before_commit", STEP]  rank 0 is killed when all shares of the checkpoint are written and its own is not
@@ -31,6 +32,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.critic import update_critic
+from e2e_fp8.orchestration.memory_probe import memory_metrics
 from e2e_fp8.orchestration.ranks import follower
 from e2e_fp8.orchestration.ranks.driver import DrivingEngine, lead
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
@@ -60,10 +62,10 @@ def drive(case: dict[str, Any], out: Path) -> None:
 
 def arm(case: dict[str, Any]) -> None:
     """What is to go wrong on this rank."""
-    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear}
+    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "memory": arm_memory}
     for name, *words in case["drive"]:
-        if name in arms and words == [int(os.environ["RANK"])]:
-            arms[name]()
+        if name in arms and words[0] == int(os.environ["RANK"]):
+            arms[name](*words[1:])
 
 
 def arm_death() -> None:
@@ -76,6 +78,16 @@ def arm_death() -> None:
 def arm_full_disk() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def arm_memory(mib: int) -> None:
+    answer, kept = follower.Follower._do_memory, []
+
+    def heavy(self: follower.Follower, *order: Any) -> None:
+        kept.append(torch.ones(mib << 18))
+        answer(self, *order)
+
+    follower.Follower._do_memory = heavy
 
 
 def arm_tear() -> None:
@@ -193,6 +205,9 @@ class Driver:
             return {}
 
         self.store.save(step, self.session.state_dict(), write_and_die)
+
+    def memory(self, rank: int, mib: int) -> None:
+        (self.out / "memory.json").write_text(json.dumps(memory_metrics(self.session)))
 
     def die(self, rank: int) -> None:
         """Armed on that rank."""

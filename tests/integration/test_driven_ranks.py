@@ -137,6 +137,13 @@ def test_other_ranks_may_not_resume(results, run_job):
     assert "was written by 2 ranks (tensor 2), but this job has 2 ranks: " in (out / "refused-0").read_text()
 
 
+def test_the_memory_of_all_ranks_is_compared_on_rank_0(results):
+    record = json.loads((results(case_of("dp2", ["memory", 1, 2048])) / "memory.json").read_text())
+    own = record["memory/trainer_host_gib"]
+    # both ranks are forks of one process; 64 MiB are left for what one did and the other did not
+    assert record["memory/trainer_imbalance"] == pytest.approx((own + 2) / (own + 1), rel=0.06)
+
+
 def refusals(out: Path) -> list[str]:
     assert not list(out.glob("failed-*")), [f.read_text() for f in out.glob("failed-*")]
     return [f.read_text() for f in sorted(out.glob("refused-*"))]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.observability.memory import GIB, resident_gib
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss, ValueLoss
 from e2e_fp8.orchestration.ranks.meeting import hand_over
@@ -177,6 +178,11 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
                     total[int(layer)] = total.get(int(layer), 0.0) + count
         return counts
 
+    def memory_of_others(self) -> list[float]:
+        """GiB that every other rank holds, in order (:func:`own_memory_gib`)."""
+        self._tell("memory")
+        return [float(answer["gib"]) for answer in self.channel.ask_all()]
+
     def start_census(self) -> None:
         """The others count the tiles of the next update too. Collective: iterate ``named_masters`` next."""
         self._tell("start_census")
@@ -191,6 +197,11 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
         if not self.channel.is_broken:
             self.channel.tell({"do": "stop"})
             dist.destroy_process_group()
+
+
+def own_memory_gib(device: torch.device) -> float:
+    """What torch has allocated on this rank's device; on the CPU the process's resident memory."""
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else resident_gib()
 
 
 def _stats_from(row: torch.Tensor) -> TokenStats:
