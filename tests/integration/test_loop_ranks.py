@@ -36,7 +36,7 @@ GRIDS = {
     "tp2": ["training.parallel.tensor=2"],
     "pp2": ["training.parallel.pipeline=2"],
     "ep2": ["training.parallel.expert=2"],
-    "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae", "objective.critic.critic_warmup=1"],
+    "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae"],
     "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],
 }
 
