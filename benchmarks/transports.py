@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds and bytes of weight syncs at published model sizes, beside a device copy of the same bytes and the BF16 path of peers.
 
-    benchmarks/transports.py {qwen3-8b|qwen3-30b-a3b|tiny} {shared|local|ipc|nccl|disk} [--rounds 5] [--backend cuda|cpu]
+    benchmarks/transports.py {qwen3-8b|qwen3-30b-a3b|tiny} {shared|local|ipc|nccl|disk} [--rounds 5] [--lock FILE] [--backend cuda|cpu]
 
 The trainer's memory is stood in for by random FP8 codes laid out as the trainer lays them out (one block for each of vLLM's parameters);
 the receiving side is a real vLLM engine of that size. ``local`` also measures the path of other projects: BF16 weights, quantized by
@@ -10,6 +10,8 @@ Prints one JSON object.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import statistics
 import tempfile
@@ -155,6 +157,30 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     engine = start_engine(cfg, scratch, entries)
     result: dict[str, Any] = {"model": args.model, "transport": args.transport, "tensors": len(entries), "bytes": num_bytes}
+    with alone(args.lock):
+        result |= measurements(args, engine, entries, layout, device, before)
+    engine.close()
+    result["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return result
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """Hold the file's lock: of benchmarks that start side by side, one measures at a time, beside the idle engines of the others."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measurements(args: argparse.Namespace, engine: Any, entries: tuple, layout: list, device: Any, before: int) -> dict[str, Any]:
+    """Syncs and receipts, and beside them the copies and the path of peers."""
+    import torch
+
+    result: dict[str, Any] = {}
+    num_bytes = sum(entry.tensor.numel() * entry.tensor.element_size() for entry in entries)
     if args.transport in REMOTE:
         result |= remote_syncs(engine, entries, args.rounds)
     else:
@@ -165,8 +191,6 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         result["copy_to_the_other_gpu_seconds"] = timed(device_copy(num_bytes, device, torch.device("cuda", 1)), args.rounds)
     if args.transport == "local" and device.type == "cuda":
         result["bf16_quantize_reload_seconds"] = timed(lambda: reload_quantized(engine, layout, device), max(2, args.rounds // 2))
-    engine.close()
-    result["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return result
 
 
@@ -221,6 +245,7 @@ def main() -> None:
     parser.add_argument("transport", choices=("shared", "local", *REMOTE))
     parser.add_argument("--server-devices", default=None, help="CUDA_VISIBLE_DEVICES of the server, for example 1 with nccl")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lock", type=Path, default=None, help="file that benchmarks started side by side measure under, one at a time")
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from e2e_fp8.cli.align_explain import add_explain
+from e2e_fp8.cli.arguments import add_set
 
 if TYPE_CHECKING:
     from e2e_fp8.alignment.compare import Link
@@ -26,22 +27,11 @@ def add_align(commands: "argparse._SubParsersAction") -> None:
         "check", help="run the parity chain of a configuration", description=_check.__doc__, formatter_class=formatter
     )
     check.add_argument("config", metavar="CONFIG.yaml", help="run configuration, for example configs/quickstart.yaml")
-    _add_set(check)
+    add_set(check)
     check.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the chain's random tokens (default: %(default)s)")
     check.add_argument("--json", action="store_true", help="print the links as JSON")
     check.set_defaults(command=_check)
     add_explain(actions)
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override one field, for example numerics.alignment=bitwise; may be repeated",
-    )
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from e2e_fp8.cli.arguments import add_set, positive
+
 EXIT_WITHIN, EXIT_ABOVE = 0, 1
 DEFAULT_PROMPTS = 32
 
@@ -22,12 +24,10 @@ def add_explain(actions: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="run folder (its newest checkpoint) or CONFIG.yaml (its weights after the warm start)"
     )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field; may be repeated"
-    )
+    add_set(parser)
     parser.add_argument(
         "--prompts",
-        type=_positive,
+        type=positive,
         default=DEFAULT_PROMPTS,
         metavar="N",
         help="prompts, rollout.group_size samples each (default: %(default)s)",
@@ -35,12 +35,6 @@ def add_explain(actions: "argparse._SubParsersAction") -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for explain.json and explain.png (default: the run's folder)")
     parser.add_argument("--json", action="store_true", help="print the JSON record instead of the table")
     parser.set_defaults(command=_explain)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _explain(args: argparse.Namespace) -> int:

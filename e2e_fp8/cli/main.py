@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from e2e_fp8.cli.align import add_align
+from e2e_fp8.cli.arguments import add_set, positive
 from e2e_fp8.cli.plan import add_plan
 from e2e_fp8.cli.receipt import add_receipt
 from e2e_fp8.cli.study import add_study
@@ -93,17 +94,6 @@ def _command(commands: "argparse._SubParsersAction", name: str, summary: str, de
     return commands.add_parser(name, help=summary, description=detail, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override one field; the value is YAML; may be repeated (docs/config.md lists the fields)",
-    )
-
-
 def _add_train(commands: "argparse._SubParsersAction") -> None:
     parser = _command(
         commands,
@@ -113,7 +103,7 @@ def _add_train(commands: "argparse._SubParsersAction") -> None:
         "checkpoints and report.html.\nCtrl-C ends after the current step and leaves a checkpoint that --resume continues.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="run configuration, for example configs/quickstart.yaml")
-    _add_set(parser)
+    add_set(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint of this run (run.resume=true)")
     parser.set_defaults(command=_train)
 
@@ -127,8 +117,8 @@ def _add_eval(commands: "argparse._SubParsersAction") -> None:
         "checkpoint and its config.yaml are used)\nor a YAML file (the starting weights: random, or model.hf_path).",
     )
     parser.add_argument("target", metavar="TARGET", help="run folder or CONFIG.yaml")
-    parser.add_argument("--samples", type=_positive, default=None, metavar="K", help="samples per prompt (default: run.eval_samples)")
-    _add_set(parser)
+    parser.add_argument("--samples", type=positive, default=None, metavar="K", help="samples per prompt (default: run.eval_samples)")
+    add_set(parser)
     parser.set_defaults(command=_eval)
 
 
@@ -161,7 +151,7 @@ def _add_doctor(commands: "argparse._SubParsersAction") -> None:
         "With CONFIG.yaml, says which switches contradict it. Exit code 0 if the CPU or the CUDA ground can run, 1 if neither.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="configuration to check the environment against")
-    _add_set(parser)
+    add_set(parser)
     parser.set_defaults(command=_doctor)
 
 
@@ -173,14 +163,8 @@ def _add_config(commands: "argparse._SubParsersAction") -> None:
         "Parses CONFIG.yaml and prints the complete configuration as YAML, so that nothing is left implicit.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="configuration to check")
-    _add_set(parser)
+    add_set(parser)
     parser.set_defaults(command=_config)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _load(path: str | Path, overrides: list[str]) -> "Config":

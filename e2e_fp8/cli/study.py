@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from e2e_fp8.cli.arguments import add_set
 from e2e_fp8.errors import ConfigError
 
 EXIT_DONE, EXIT_SOME_FAILED = 0, 1
@@ -33,9 +34,7 @@ def add_study(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print every run and how far it is, and start none")
     parser.add_argument("--docs", metavar="DIR", type=Path, default=Path("docs"), help="where report writes (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field of every arm"
-    )
+    add_set(parser, of="one field of every arm")
     parser.set_defaults(command=_study)
 
 

@@ -33,7 +33,7 @@ class Source:
     """Where in the Hugging Face tensor."""
 
 
-def sources_of(tensors: Iterable[HfTensor], layouts: Sequence[Sequence[ShardedParameter]]) -> dict[str, list[Source]]:
+def sources_of(tensors: Iterable[HfTensor], layouts: Iterable[Sequence[ShardedParameter]]) -> dict[str, list[Source]]:
     """For each tensor the rectangles that make it up, each from the lowest rank that holds it.
 
     Args:

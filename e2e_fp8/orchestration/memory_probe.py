@@ -3,7 +3,7 @@
 import torch
 
 from e2e_fp8.observability.memory import group_processes, host_used_fraction, imbalance, resident_gib
-from e2e_fp8.orchestration.ranks.driver import DrivingEngine, own_memory_gib
+from e2e_fp8.orchestration.ranks.driver import DrivingEngine, trainer_gib
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.rollout.server_engine import ServerEngine
 
@@ -14,13 +14,14 @@ _WORKER = "VLLM::Worker"
 def memory_metrics(session: Session) -> dict[str, float]:
     """What is in use now; an engine in the trainer's process counts as the trainer's, a server that others started is not seen."""
     record = {"memory/host_used_fraction": host_used_fraction(), "memory/trainer_host_gib": resident_gib()}
-    own = own_memory_gib(session.trainer.device)
-    if session.trainer.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(session.trainer.device)
-        record |= {"memory/device_used_fraction": 1.0 - free / total, "memory/trainer_device_gib": own}
-    if isinstance(session.trainer, DrivingEngine):
-        ranks = imbalance([own, *session.trainer.memory_of_others()])
-        record |= {} if ranks is None else {"memory/trainer_imbalance": ranks}
+    trainer = session.trainer
+    if trainer.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(trainer.device)
+        record |= {"memory/device_used_fraction": 1.0 - free / total, "memory/trainer_device_gib": trainer_gib(trainer.device)}
+    if isinstance(trainer, DrivingEngine):
+        ranks = imbalance(trainer.memory_of_ranks())
+        if ranks is not None:
+            record["memory/trainer_imbalance"] = ranks
     engine = session.rollout
     if isinstance(engine, ServerEngine) and engine.process is not None:
         record |= server_memory(engine.process.pid)

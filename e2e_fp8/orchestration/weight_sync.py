@@ -11,7 +11,7 @@ from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ByteMismatchError
 from e2e_fp8.export.chunks import by_chunk
-from e2e_fp8.export.gather import gather_hf, held_pieces, pieces_of, sources_of
+from e2e_fp8.export.gather import Source, gather_hf, held_pieces, pieces_of, sources_of
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.export.hf_names import to_hf
 from e2e_fp8.export.rollout_only import quantize_for_rollout
@@ -88,9 +88,14 @@ def settled_tensors(trainer: MegatronEngine, cfg: Config) -> Iterable[ExportedTe
 
 def gathered(trainer: MegatronEngine, cfg: Config) -> Iterator[ExportedTensor]:
     """The trainer's weights as whole tensors on rank 0, one at a time."""
-    layouts = [trainer.layout_of(rank) for rank in range(trainer.grid.world)]
-    tensors = _whole_tensors(trainer)
-    return gather_hf(trainer.named_local_weights(), tensors, sources_of(tensors, layouts), device=trainer.device)
+    if trainer not in _SOURCES:
+        layouts = (trainer.layout_of(rank) for rank in range(trainer.grid.world))
+        _SOURCES[trainer] = sources_of(_whole_tensors(trainer), layouts)
+    return gather_hf(trainer.named_local_weights(), _whole_tensors(trainer), _SOURCES[trainer], device=trainer.device)
+
+
+_SOURCES: "WeakKeyDictionary[MegatronEngine, dict[str, list[Source]]]" = WeakKeyDictionary()
+"""Which rank sends which rectangle of which tensor: the same at every sync of a job."""
 
 
 def _whole_tensors(trainer: MegatronEngine) -> list[HfTensor]:
@@ -116,7 +121,7 @@ def gathered_by_order(trainer: DrivingEngine, cfg: Config) -> list[ExportedTenso
 
 def held_digests(trainer: MegatronEngine) -> dict[str, int]:
     """Digest of every rectangle that this rank holds of the whole tensors, BF16 ones too, by ``export.gather.piece_name``."""
-    weights, layout = trainer.named_local_weights(), trainer.layout_of(trainer.rank)
+    weights, layout = trainer.named_local_weights(), trainer.layout
     return manifest_of(held_pieces(weights, _whole_tensors(trainer), layout, trainer.rank), covered="all").digests
 
 
@@ -220,7 +225,7 @@ def rank_publisher(trainer: MegatronEngine, cfg: Config, control: UpdateControl 
 
 def publish_shares(trainer: MegatronEngine, publisher: RankPublisher, cfg: Config) -> PublishReport:
     """Send what this trainer rank holds; collective over the trainer's ranks. Errors as of ``RankPublisher.publish``."""
-    tensors, scales = by_chunk(trainer.named_local_weights(), trainer.layout_of(trainer.rank))
+    tensors, scales = by_chunk(trainer.named_local_weights(), trainer.layout)
     return publisher.publish(tensors, scales, policy_version=trainer.policy_version, receipt=cfg.sync.receipt)
 
 

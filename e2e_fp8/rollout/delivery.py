@@ -7,6 +7,7 @@ import torch
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery
+from e2e_fp8.sync.copies import named_once
 from e2e_fp8.types import ExportedTensor
 
 
@@ -39,7 +40,7 @@ class Deliveries:
         """Raises EngineError, before anything is written, when the tensors are not exactly the model's."""
         if tensors is self._entries and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
             return replace(self._last, settled=True)
-        delivery = self.checked(_named_once(tensors if isinstance(tensors, tuple) else list(tensors)))
+        delivery = self.checked(named_once(tensors if isinstance(tensors, tuple) else list(tensors)))
         self._entries = None
         # What comes otherwise than as a tuple is made for this update alone, and to remember it would keep it alive.
         if isinstance(tensors, tuple):
@@ -87,12 +88,3 @@ class SharedDeliveries(Deliveries):
                 f"{len(self._copied)} copied ones were given, and they have to be all, each once."
             )
         return self.split(own)
-
-
-def _named_once(tensors: Iterable[ExportedTensor]) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = {}
-    for entry in tensors:
-        if entry.name in named:
-            raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
-        named[entry.name] = entry.tensor.detach()
-    return named

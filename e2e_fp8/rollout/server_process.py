@@ -1,5 +1,6 @@
 """A vLLM server as a child process: started with a token, watched until healthy, ended with everything it spawned."""
 
+import errno
 import json
 import os
 import re
@@ -29,7 +30,13 @@ if os.getppid() != int(os.environ.pop("E2E_FP8_PARENT")):
 os.execv(sys.argv[1], sys.argv[1:])
 """
 """Runs a command that the kernel ends with its parent (PR_SET_PDEATHSIG), so that a killed trainer leaves no server behind."""
+MOST_RESTARTS = 3
+"""How often a server is started again because another process took its port."""
+_IN_USE = f"[Errno {errno.EADDRINUSE}]"
+"""How Python names a port that cannot be bound; libraries that fail on ports of their own choice do not write this."""
 _TAIL_BYTES = 64 << 10
+_LISTEN = "0A"
+"""State of a listening socket in ``/proc/PID/net/tcp``."""
 _ERROR = re.compile(r"(\b\w*(?:Error|Exception): .+)$")
 
 
@@ -50,31 +57,21 @@ def server_flags(args: Mapping[str, Any]) -> list[str]:
 class ServerProcess:
     """One server on a loopback port, in a process group of its own."""
 
-    def __init__(self, flags: list[str], environ: Mapping[str, str], folder: Path, *, timeout_s: float) -> None:
+    def __init__(
+        self, flags: list[str], environ: Mapping[str, str], folder: Path, *, timeout_s: float, first_port: int | None = None
+    ) -> None:
         """Start and wait until it answers. ``folder`` receives its log and its token file (mode 0600).
 
-        Raises EngineError, with the last line of the log, when it ends or does not answer within ``timeout_s``.
+        The port is ``first_port`` or a free one. Where another process takes it before the server listens, the server is started
+        again on another one, at most ``MOST_RESTARTS`` times; the log says so.
+
+        Raises EngineError, with the cause in the log, when it ends or does not answer within ``timeout_s``.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.token = secrets.token_urlsafe(32)
         self.log = folder / "server.log"
+        self.log.write_bytes(b"")
         write_token(folder / "server.token", self.token)
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        # The module form: the `vllm` script of CPU builds looks for a package name that they do not have.
-        command = [
-            sys.executable,
-            "-c",
-            _TIED,
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            *flags,
-        ]
         child = {name: value for name, value in environ.items() if name not in (TOKEN_VARIABLE, "VLLM_API_KEY")}
         child |= {
             TOKEN_FILE_VARIABLE: str(folder / "server.token"),
@@ -82,24 +79,52 @@ class ServerProcess:
             "PYTHONUNBUFFERED": "1",
             "E2E_FP8_PARENT": str(os.getpid()),
         }
-        with self.log.open("wb") as log:
+        port, restarts = first_port or _free_port(), 0
+        while not self._answers_on(port, flags, child, timeout_s):
+            if not self._lost_its_port() or restarts == MOST_RESTARTS:
+                raise EngineError(f"The rollout server ended during start-up (exit code {self._process.returncode}): {self.last_words()}")
+            taken, port, restarts = port, _free_port(), restarts + 1
+            with self.log.open("a") as log:
+                log.write(f"e2e_fp8: another process took port {taken}; restart {restarts} of {MOST_RESTARTS} on port {port}\n")
+
+    def _answers_on(self, port: int, flags: list[str], environ: Mapping[str, str], timeout_s: float) -> bool:
+        """Start the server and wait until it answers; False when it ended instead. Raises EngineError when neither happens in time."""
+        self.url = f"http://127.0.0.1:{port}"
+        # The module form: the `vllm` script of CPU builds looks for a package name that they do not have.
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), *flags]
+        self._log_start = self.log.stat().st_size
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, env=child, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [sys.executable, "-c", _TIED, *server],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
-            self._await_health(timeout_s)
+            if self._await_health(port, timeout_s):
+                return True
         except BaseException:
             self.close()
             raise
+        self.close()
+        return False
 
-    def _await_health(self, timeout_s: float) -> None:
+    def _await_health(self, port: int, timeout_s: float) -> bool:
         client, deadline = ServerClient(self.url, self.token, timeout_s=5.0), time.monotonic() + timeout_s
-        while not client.is_healthy():
+        # Who listens is looked up first: whoever else has the port must neither be taken for the server nor see its token.
+        while not (_listens(self._process.pid, port) and client.is_healthy()):
             if self._process.poll() is not None:
-                raise EngineError(f"The rollout server ended during start-up (exit code {self._process.returncode}): {self.last_words()}")
+                return False
             if time.monotonic() > deadline:
                 raise EngineError(f"The rollout server did not answer within {timeout_s:g} s of its start; see {self.log}.")
             time.sleep(0.2)
+        return True
+
+    def _lost_its_port(self) -> bool:
+        """Whether the server ended because the address it was to listen on was in use."""
+        return any(_IN_USE in line for line in self._lines())
 
     @property
     def pid(self) -> int:
@@ -112,10 +137,7 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The last error in the server's log, in one line, and where the log is."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        errors = []
+        lines, errors = self._lines(), []
         for line, following in zip(lines, [*lines[1:], ""], strict=True):
             if " WARNING " not in line and (found := _ERROR.search(line)):
                 # pydantic tells what is wrong in the line after its error's name
@@ -123,6 +145,12 @@ class ServerProcess:
         told = errors or [line for line in lines if line.strip()] or ["it wrote nothing"]
         # The first error is the cause; what follows it are processes that lost their partner.
         return f"{told[0 if errors else -1].strip()[:400]} (log: {self.log})"
+
+    def _lines(self) -> list[str]:
+        """The end of the log of the last start."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
 
     def close(self) -> None:
         """End the whole process group: politely first, then for good. Does nothing for a server that is gone."""
@@ -144,6 +172,16 @@ def _group_lives(process: subprocess.Popen) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether process ``pid`` itself listens on this IPv4 port."""
+    try:
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == _LISTEN}
+        return any(os.readlink(fd) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
 
 
 def _free_port() -> int:

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from e2e_fp8.errors import EngineError
+from e2e_fp8.types import ExportedTensor
+
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer type of each element size: tensors are moved as bytes, whatever they hold."""
 _WIDE = torch.int64
@@ -11,6 +14,16 @@ _LARGE_BYTES = 1 << 20
 """From here on a copy of its own costs less than its share of a joint launch, whose loads are narrower."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def named_once(tensors: Iterable[ExportedTensor]) -> dict[str, torch.Tensor]:
+    """The tensors of one update by name, detached. Raises EngineError for a name that comes twice."""
+    named: dict[str, torch.Tensor] = {}
+    for entry in tensors:
+        if entry.name in named:
+            raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
+        named[entry.name] = entry.tensor.detach()
+    return named
 
 
 class CopyPlan:

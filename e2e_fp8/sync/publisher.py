@@ -20,6 +20,7 @@ from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
+from e2e_fp8.sync.copies import named_once
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
 from e2e_fp8.sync.receipt import Manifest
@@ -144,7 +145,7 @@ class WeightPublisher:
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
-        named = _named_once(tensors)
+        named = named_once(tensors)
         clock = PhaseClock()
         manifest = self._planned(named, policy_version)
         clock.mark("plan")
@@ -247,12 +248,3 @@ class WeightPublisher:
             self.control.close_channel()
         self._forget()
         self.client.close()
-
-
-def _named_once(tensors: Iterable[ExportedTensor]) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = {}
-    for entry in tensors:
-        if entry.name in named:
-            raise EngineError(f"Weight update refused, nothing was written: {entry.name} came twice.")
-        named[entry.name] = entry.tensor.detach()
-    return named

@@ -3,6 +3,7 @@
 ["stats"]                log-probs of all micro-batches: log_probs.safetensors
 ["train", N]             N optimizer steps of the policy loss: appended to reports.json
 ["warm"]                 one supervised step
+["weigh", RANK]          what memory_metrics says while that rank holds HEAVY_MIB more: memory.json
 ["save", STEP]           a checkpoint
 ["resume", RUN, STEP]    from the checkpoint of another job
 ["critic", N]            a critic from the policy's weights unless there is one, its values, N optimizer steps of it, its values again:
@@ -10,7 +11,6 @@
 ["reference"]            a frozen second engine, whose log-probs go to reference.safetensors
 ["whole", NAME]          gathered and checked tensors, and masters put together from the newest checkpoint
 ["weights", RUN]         the weights alone, in one process
-["memory", RANK, MIB]    memory/* of a step, after that rank took so much more: memory.json
 ["die", RANK]            that rank is killed inside its next optimizer step
 ["full_disk", RANK]      that rank can write no more than a few bytes a file
 ["die_before_commit", STEP]  rank 0 is killed when all shares of the checkpoint are written and its own is not
@@ -44,6 +44,9 @@ from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.types import PackedBatch
 
+HEAVY_MIB = 600
+_kept = b""
+
 
 def drive(case: dict[str, Any], out: Path) -> None:
     if int(os.environ["RANK"]):
@@ -62,10 +65,10 @@ def drive(case: dict[str, Any], out: Path) -> None:
 
 def arm(case: dict[str, Any]) -> None:
     """What is to go wrong on this rank."""
-    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "memory": arm_memory}
+    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "weigh": arm_weight}
     for name, *words in case["drive"]:
-        if name in arms and words[0] == int(os.environ["RANK"]):
-            arms[name](*words[1:])
+        if name in arms and words == [int(os.environ["RANK"])]:
+            arms[name]()
 
 
 def arm_death() -> None:
@@ -80,14 +83,9 @@ def arm_full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
-def arm_memory(mib: int) -> None:
-    answer, kept = follower.Follower._do_memory, []
-
-    def heavy(self: follower.Follower, *order: Any) -> None:
-        kept.append(torch.ones(mib << 18))
-        answer(self, *order)
-
-    follower.Follower._do_memory = heavy
+def arm_weight() -> None:
+    global _kept
+    _kept = bytes([1]) * (HEAVY_MIB << 20)
 
 
 def arm_tear() -> None:
@@ -155,6 +153,11 @@ class Driver:
     def warm(self) -> None:
         self.engine.train_step(self.batches, SupervisedLoss(), float(sum(b.loss_mask.sum() for b in self.batches)))
 
+    def weigh(self, rank: int) -> None:
+        assert isinstance(self.engine, DrivingEngine)
+        found = {"ranks": self.engine.memory_of_ranks(), "record": memory_metrics(self.session)}
+        (self.out / "memory.json").write_text(json.dumps(found))
+
     def save(self, step: int) -> None:
         try:
             self.store.save(step, self.session.state_dict() | {"global_step": step}, self.session.write_shares)
@@ -205,9 +208,6 @@ class Driver:
             return {}
 
         self.store.save(step, self.session.state_dict(), write_and_die)
-
-    def memory(self, rank: int, mib: int) -> None:
-        (self.out / "memory.json").write_text(json.dumps(memory_metrics(self.session)))
 
     def die(self, rank: int) -> None:
         """Armed on that rank."""

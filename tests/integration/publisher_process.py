@@ -1,7 +1,8 @@
-"""A trainer that publishes once, and stops in the middle for as long as a file exists.
+"""A trainer that publishes once, and stops at one phase for as long as a file exists.
 
-Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE``. It creates HOLD_FILE
-when it is half way: with two buckets packed or broadcast, or with the checkpoint of the disk transport half written.
+Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE PHASE``. It creates HOLD_FILE when it
+has come to PHASE: ``open``, the server has accepted the names and nothing else; ``halfway``, two buckets are packed or broadcast, or the
+checkpoint of the disk transport is half written; ``receipt``, all bytes are there and none is compared; ``resume``, all are compared.
 """
 
 import sys
@@ -16,11 +17,12 @@ from integration.server_cases import case_config, exported, random_weights
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.sync import buckets
+from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.process_group import BroadcastGroup
 from e2e_fp8.sync.publisher import WeightPublisher
 
 
-def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str) -> int:
+def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str, phase: str) -> int:
     done, pack, broadcast = 0, buckets.pack, BroadcastGroup.broadcast
 
     def wait_here() -> None:
@@ -30,7 +32,7 @@ def main(url: str, token_file: str, model: str, transport: str, seed: str, versi
 
     def count() -> None:
         nonlocal done
-        if done == 2:
+        if done == 2 and phase == "halfway":
             wait_here()
         done += 1
 
@@ -48,9 +50,23 @@ def main(url: str, token_file: str, model: str, transport: str, seed: str, versi
 
     def slow_write(folder, tensors, policy_version) -> None:
         (folder.with_name(folder.name + ".partial")).mkdir(parents=True)
-        wait_here()
+        if phase == "halfway":
+            wait_here()
         write(folder, tensors, policy_version)
 
+    def held(call):
+        def wait_and_call(*args, **options):
+            wait_here()
+            return call(*args, **options)
+
+        return wait_and_call
+
+    if phase == "open":
+        UpdateControl.open_channel = held(UpdateControl.open_channel)
+    elif phase == "receipt":
+        WeightPublisher._receipt = held(WeightPublisher._receipt)
+    elif phase == "resume":
+        UpdateControl.resume = held(UpdateControl.resume)
     try:
         publisher = WeightPublisher(
             url,

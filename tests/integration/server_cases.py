@@ -68,10 +68,13 @@ def write_model(cfg: Config, folder: Path) -> Path:
     return folder
 
 
-def start_server(cfg: Config, model: Path, folder: Path, *, devices: str | None = None, **changes: Any) -> ServerProcess:
+def start_server(
+    cfg: Config, model: Path, folder: Path, *, devices: str | None = None, first_port: int | None = None, **changes: Any
+) -> ServerProcess:
     """A server of ``model`` with :class:`ShowingExtension`.
 
-    ``devices`` is its CUDA_VISIBLE_DEVICES; ``changes`` replace keyword arguments of ``vllm.LLM``.
+    ``devices`` is its CUDA_VISIBLE_DEVICES, ``first_port`` the port that is tried first; ``changes`` replace keyword arguments of
+    ``vllm.LLM``.
     """
     device = cfg.run.backend
     args = engine_args(cfg, model, device=device, is_moe=cfg.model.is_moe, fp8=True) | changes
@@ -80,7 +83,7 @@ def start_server(cfg: Config, model: Path, folder: Path, *, devices: str | None 
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     if devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = devices
-    return ServerProcess(flags, environ, folder, timeout_s=800)
+    return ServerProcess(flags, environ, folder, timeout_s=800, first_port=first_port)
 
 
 def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> list[int]:
@@ -127,11 +130,11 @@ class Served:
         self.client.collective("show_parameters", str(self.root))
         return load_file(self.root / f"rank{rank}.safetensors")
 
-    def start_trainer(self, transport: str, weight_seed: int, version: int) -> subprocess.Popen:
-        """A trainer process, held half way through its update."""
+    def start_trainer(self, transport: str, weight_seed: int, version: int, phase: str = "halfway") -> subprocess.Popen:
+        """A trainer process, held at a phase of its update, see publisher_process.py."""
         hold = self.root / "hold"
         token = self.process.log.parent / "server.token"
-        words = [self.process.url, token, self.model, transport, weight_seed, version, hold]
+        words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase]
         trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 300
         while not hold.exists():

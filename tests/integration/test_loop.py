@@ -4,50 +4,16 @@ One run goes through undisturbed; a second is interrupted by SIGINT and resumed.
 """
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from tiny_runs import ROOT, assert_same_run, command, interrupt_after, interrupt_and_resume, records, run, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.sync.receipt import manifest_of
 from e2e_fp8.types import ExportedTensor
-
-ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "training.warm_start.steps=2",
-    "training.warm_start.batch_size=16",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "task.train_size=64",
-    "task.held_out_size=8",
-    "run.eval_interval=2",
-    "run.eval_samples=1",
-    "run.backend=cpu",
-    "run.threads=1",
-]
-
-
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "e2e_fp8.cli.main", *map(str, words)]
-
-
-def train_command(out: Path, name: str, *overrides: str, config: str = "quickstart", resume: bool = False) -> list[str]:
-    sets = [word for item in (*TINY, f"run.out_dir={out}", f"run.name={name}", *overrides) for word in ("--set", item)]
-    return command("train", ROOT / f"configs/{config}.yaml", *sets, *(["--resume"] if resume else []))
-
-
-def run(words: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=400, cwd=ROOT, env={**os.environ, **(env or {})})
-
-
-def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +22,6 @@ def straight(tmp_path_factory) -> Path:
     done = run(train_command(out, "straight", "run.steps=4", "run.checkpoint_interval=4"))
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "straight"
-
-
-def interrupt_after(words: list[str], metrics: Path, lines: int, signals: int = 1) -> tuple[int, str]:
-    """Start a run, send SIGINT ``signals`` times once ``metrics`` holds ``lines`` records; returns exit code and stderr."""
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
-            for _ in range(signals):
-                process.send_signal(signal.SIGINT)
-                time.sleep(0.1)
-            break
-        time.sleep(0.02)
-    _, stderr = process.communicate(timeout=120)
-    return process.returncode, stderr
 
 
 def test_records_receipts_and_report(straight):
@@ -91,14 +42,8 @@ def test_records_receipts_and_report(straight):
 
 def test_interrupted_and_resumed_run_ends_with_the_same_bytes(straight, tmp_path):
     words = train_command(tmp_path, "halves", "run.steps=4", "run.checkpoint_interval=4")
-    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=4)[0] == 130
-    halves = tmp_path / "halves"
-    stopped_at = CheckpointStore(halves / "checkpoints", keep=2).latest()
-    assert stopped_at is not None
-    assert 4 <= stopped_at < 6
-    done = run([*words, "--resume"])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_run(straight, halves, 6)
+    interrupt_and_resume(words, tmp_path / "halves", after=4, steps=6)
+    assert_same_run(straight, tmp_path / "halves", 6)
 
 
 def test_shared_memory_run_is_the_same_run_and_copies_less(straight, tmp_path):
@@ -128,34 +73,6 @@ def test_prompt_too_long_is_one_sentence_before_anything_starts(tmp_path):
     assert "Traceback" not in done.stderr
     assert "more than the 4 that rollout.max_model_len leaves" in done.stderr
     assert not (tmp_path / "long" / "config.yaml").exists()
-
-
-def assert_same_run(straight: Path, halves: Path, step: int) -> None:
-    """Same state after ``step``, same records but for times, same last receipt."""
-    first, second = (CheckpointStore(d / "checkpoints", keep=2).load(step) for d in (straight, halves))
-    assert first.keys() == second.keys()
-    for part in first.keys() - {"seconds"}:
-        assert_same_state(first[part], second[part], part)
-    timing = ("time", "per_s", "seconds", "share_of_sync", "memory/")
-    for a, b in zip(records(straight), records(halves), strict=True):
-        assert {k: v for k, v in a.items() if not any(t in k for t in timing)} == {
-            k: v for k, v in b.items() if not any(t in k for t in timing)
-        }
-    assert [r["digest"] for r in records(straight, "receipts.jsonl")][-1] == [r["digest"] for r in records(halves, "receipts.jsonl")][-1]
-
-
-def assert_same_state(a, b, where: str) -> None:
-    import torch
-
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same_state(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), where
-    else:
-        assert a == b, where
 
 
 def test_a_run_is_never_overwritten(straight):
@@ -306,14 +223,8 @@ def test_interrupted_and_resumed_ppo_ends_with_the_same_bytes(ppo, tmp_path, mon
     """By hand: two more engine starts."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ppo.parent}")
     words = train_command(tmp_path, "halves", *PPO, config="objectives/ppo_gae")
-    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=3)[0] == 130
-    halves = tmp_path / "halves"
-    stopped_at = CheckpointStore(halves / "checkpoints", keep=2).latest()
-    assert stopped_at is not None
-    assert 3 <= stopped_at < 5
-    done = run([*words, "--resume"])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_run(ppo, halves, 5)
+    interrupt_and_resume(words, tmp_path / "halves", after=3, steps=5)
+    assert_same_run(ppo, tmp_path / "halves", 5)
 
 
 def test_a_run_without_a_critic_is_not_continued_with_one(straight):

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_loop import records, run, train_command
+from tiny_runs import records, run, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 

@@ -1,6 +1,5 @@
 """The whole loop over two trainer ranks: real torchrun, real command line, real vLLM server."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,26 +9,17 @@ from pathlib import Path
 
 import pytest
 from rank_cases import free_port
+from tiny_runs import ROOT, TINY, records
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 
-ROOT = Path(__file__).resolve().parents[2]
 SETS = [
+    *TINY,
     "model.num_key_value_heads=2",
-    "training.warm_start.steps=2",
-    "training.warm_start.batch_size=16",
     "rollout.placement=server",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
     "sync.transport=ipc",
-    "task.train_size=64",
-    "task.held_out_size=8",
     "run.steps=2",
-    "run.eval_interval=2",
-    "run.eval_samples=1",
     "run.checkpoint_interval=2",
-    "run.backend=cpu",
-    "run.threads=1",
 ]
 GRIDS = {
     "dp2": [],
@@ -70,7 +60,7 @@ def torchrun(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(launch, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(job: subprocess.Popen[str], timeout: float = 500) -> tuple[int, str, str]:
+def finish(job: subprocess.Popen[str], timeout: float = 850) -> tuple[int, str, str]:
     stdout, stderr = job.communicate(timeout=timeout)
     return job.returncode, stdout, stderr
 
@@ -94,18 +84,13 @@ def wait_for_lines(path: Path, lines: int, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def records(run: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def own_sentences(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("e2e-fp8: ")]
 
 
 @pytest.mark.server
 @pytest.mark.timeout(900)
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [pytest.param(grid, marks=[] if grid == "tp2" else pytest.mark.slow) for grid in GRIDS])
 def test_whole_loop(grid, start, tmp_path):
     check_loop(start, tmp_path, grid)
 

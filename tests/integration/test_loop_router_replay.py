@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from replay_process import BLOCK
-from test_loop import assert_same_state, interrupt_after, records, run, train_command
+from tiny_runs import assert_same_state, interrupt_and_resume, records, run, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 
@@ -109,9 +109,7 @@ def test_a_run_with_replay_resumes_bit_for_bit_and_shows_its_coverage(mode, tmp_
     done = run(train_command(tmp_path, "straight", *options))
     assert done.returncode == 0, done.stderr[-3000:]
     words = train_command(tmp_path, "halves", *options)
-    assert interrupt_after(words, tmp_path / "halves" / "metrics.jsonl", lines=3)[0] == 130
-    done = run([*words, "--resume"])
-    assert done.returncode == 0, done.stderr[-3000:]
+    interrupt_and_resume(words, tmp_path / "halves", after=3, steps=5)
     first, second = (CheckpointStore(tmp_path / name / "checkpoints", keep=2).load(5) for name in ("straight", "halves"))
     assert_same_state(first["trainer"], second["trainer"], "trainer")
     rl = [r for r in records(tmp_path / "straight") if r["phase"] == 1.0]

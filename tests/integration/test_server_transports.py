@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -225,13 +226,17 @@ def test_a_pause_refuses_instead_of_queueing_for_ever(served):
     assert generate(served.client) == before
 
 
+def kill(served: Served, trainer: subprocess.Popen) -> None:
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    (served.root / "hold").unlink()
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_trainer_killed_half_way_leaves_a_refusal_until_the_retry(served, transport):
     served.publish(transport, FIRST, 40)
     trainer = served.start_trainer(transport, 12, 41)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    (served.root / "hold").unlink()
+    kill(served, trainer)
     with pytest.raises(EngineError, match=r"\(503\): Generation refused: .* halfway"):
         generate(served.client)
     assert served.versions() == [None]
@@ -244,13 +249,36 @@ def test_trainer_killed_half_way_leaves_a_refusal_until_the_retry(served, transp
     generate(served.client)
 
 
+def test_trainer_killed_before_it_sends_leaves_the_old_version_serving(served):
+    served.publish("ipc", FIRST, 43)
+    before = generate(served.client)
+    kill(served, served.start_trainer("ipc", 12, 44, "open"))
+    assert served.versions() == [43]
+    assert generate(served.client) == before
+    assert_live(served, FIRST)
+    served.publish("ipc", SECOND, 44)
+    assert_live(served, SECOND)
+
+
+@pytest.mark.parametrize("phase", ["receipt", "resume"])
+def test_trainer_killed_after_it_sent_leaves_a_whole_version_that_waits(served, phase):
+    served.publish("ipc", FIRST, 45)
+    kill(served, served.start_trainer("ipc", 12, 46, phase))
+    assert served.versions() == [46]
+    assert_live(served, SECOND)
+    with pytest.raises(EngineError, match=r"\(503\): Generation refused: "):
+        generate(served.client)
+    for version in (46, 47):
+        served.publish("ipc", SECOND, version)
+        assert served.versions() == [version]
+    generate(served.client)
+
+
 def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serving(served):
     served.publish("disk", FIRST, 50)
     before = generate(served.client)
     trainer = served.start_trainer("disk", 12, 51)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    (served.root / "hold").unlink()
+    kill(served, trainer)
     assert served.versions() == [50]
     assert generate(served.client) == before
     served.publish("disk", SECOND, 51)
@@ -278,11 +306,12 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
     assert_live(served, FIRST)
 
 
-def test_server_killed_half_way_is_one_sentence_and_a_restart_takes_the_version(served):
+@pytest.mark.parametrize("phase", ["open", "halfway", "receipt"])
+def test_server_killed_is_one_sentence_and_a_restart_takes_the_version(served, phase):
     """Last in the file: it replaces the module's server by one that starts cold from the disk transport's newest folder."""
     served.publish("disk", SECOND, 70)
     expected = generate(served.client)
-    trainer = served.start_trainer("ipc", 12, 71)
+    trainer = served.start_trainer("ipc", 12, 71, phase)
     os.killpg(served.process.pid, signal.SIGKILL)
     (served.root / "hold").unlink()
     _, told = trainer.communicate(timeout=120)

@@ -1,23 +1,25 @@
 """Who uses the server: the project's own loop, a foreign training script, and ranks that split the model."""
 
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, generate, random_weights, start_server, write_model
+from integration.tiny_runs import ROOT, records, run, train_command
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.server_process import ServerProcess
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.token import TOKEN_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
@@ -65,29 +67,12 @@ def test_two_rollout_ranks_hold_their_parts(tmp_path, architecture):
 
 @pytest.mark.slow
 def test_whole_loop_with_a_server(tmp_path):
-    overrides = [
-        "rollout.placement=server",
-        "sync.transport=ipc",
-        "training.warm_start.steps=2",
-        "training.warm_start.batch_size=16",
-        "rollout.prompts_per_step=4",
-        "rollout.group_size=4",
-        "task.train_size=64",
-        "task.held_out_size=8",
-        "run.eval_samples=1",
-        "run.backend=cpu",
-        "run.threads=1",
-        "run.steps=2",
-        f"run.out_dir={tmp_path}",
-        "run.name=served",
-    ]
-    words = [sys.executable, "-m", "e2e_fp8.cli.main", "train", str(ROOT / "configs/quickstart.yaml")]
-    done = subprocess.run(words + [w for item in overrides for w in ("--set", item)], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = run(train_command(tmp_path, "served", "rollout.placement=server", "sync.transport=ipc", "run.steps=2"))
     assert done.returncode == 0, done.stderr[-3000:]
-    receipts = [json.loads(line) for line in (tmp_path / "served" / "receipts.jsonl").read_text().splitlines()]
+    receipts = records(tmp_path / "served", "receipts.jsonl")
     assert [r["passed"] for r in receipts] == [True] * 3
     assert len({r["digest"] for r in receipts}) == 3
-    steps = [json.loads(line) for line in (tmp_path / "served" / "metrics.jsonl").read_text().splitlines()]
+    steps = records(tmp_path / "served")
     assert all(0 <= r["mismatch_kl"] < 0.05 for r in steps if r["phase"] == 1.0)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
@@ -111,3 +96,33 @@ def test_control_routes_without_a_token_do_not_come_up(tmp_path):
 def test_a_server_that_dies_at_once_is_reported(tmp_path):
     with pytest.raises(EngineError, match=r"ended during start-up \(exit code \d+\): .*no-such-flag.*log: "):
         ServerProcess(["--no-such-flag"], os.environ, tmp_path, timeout_s=200)
+    assert "restart" not in (tmp_path / "server.log").read_text()
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """A server that is healthy at every address."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_a_port_that_another_process_has_is_left_to_it(tmp_path):
+    """As when it takes the port between the moment it was found free and the moment vLLM binds it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
+        stranger.asked = []
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        cfg = case_config("qwen3")
+        process = start_server(cfg, write_model(cfg, tmp_path / "model"), tmp_path / "server", first_port=stranger.server_port)
+        try:
+            assert process.url != f"http://127.0.0.1:{stranger.server_port}"
+            assert stranger.asked == []
+            told = [line for line in process.log.read_text().splitlines() if line.startswith("e2e_fp8: ")]
+            new_port = process.url.rpartition(":")[2]
+            assert told == [f"e2e_fp8: another process took port {stranger.server_port}; restart 1 of 3 on port {new_port}"]
+            assert ServerClient(process.url, process.token, timeout_s=60).collective("weight_state")[0]["policy_version"] is None
+            assert "Address already in use" not in process.last_words()
+        finally:
+            process.close()
+            stranger.shutdown()

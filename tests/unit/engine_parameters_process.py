@@ -1,7 +1,8 @@
-"""Build vLLM's real model classes, without an engine, and write down every parameter: name, shape, dtype.
+"""Build vLLM's real model classes, without an engine, load a checkpoint with their own loaders, and write down every parameter.
 
-Usage: ``python engine_parameters_process.py RANK WORLD_SIZE PORT CASES.json OUT.json``. Each case has an HF config and parallel
-sizes (tensor x data = world size). Groups are real gloo groups between WORLD_SIZE processes.
+Usage: ``python engine_parameters_process.py RANK WORLD_SIZE PORT CASES.json OUT.json``. Each case has an HF config, parallel
+sizes (tensor x data = world size) and a checkpoint; OUT.json gets the name of a file with the parameters of each. Groups are real
+gloo groups between WORLD_SIZE processes.
 """
 
 import gc
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 _ENGINE = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_SGL_KERNEL": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 
@@ -38,8 +40,17 @@ def allow_latent_attention() -> None:
     mla_attention.get_mla_prefill_backend = lambda config: MLAPrefillBackend
 
 
-def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, list]:
-    """``{name: [shape, dtype]}`` of the model that vLLM builds on this rank."""
+def load(model: torch.nn.Module, checkpoint: str) -> dict[str, torch.Tensor]:
+    """Every parameter as vLLM's loader leaves it; what the loader does not touch has all bits set."""
+    found = dict(model.named_parameters())
+    for parameter in found.values():
+        parameter.data.view(torch.uint8).fill_(255)
+    model.load_weights(load_file(checkpoint).items())  # pyright: ignore[reportCallIssue]
+    return {name: parameter.detach().clone().contiguous() for name, parameter in found.items()}
+
+
+def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, torch.Tensor]:
+    """The parameters of the model that vLLM builds on this rank, with the weights of the case's checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -68,11 +79,10 @@ def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, l
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = initialize_model(config)
+            return load(initialize_model(config), case["checkpoint"])
         finally:
             torch.set_default_dtype(previous)
             parallel_state.destroy_model_parallel()
-    return {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()}
 
 
 def main(rank: int, world_size: int, port: int, cases: Path, out: Path) -> None:
@@ -83,8 +93,9 @@ def main(rank: int, world_size: int, port: int, cases: Path, out: Path) -> None:
     load_general_plugins()
     allow_latent_attention()
     found = {}
-    for name, case in json.loads(cases.read_text()).items():
-        found[name] = parameters(case, rank, world_size, port)
+    for index, (name, case) in enumerate(json.loads(cases.read_text()).items()):
+        found[name] = str(out.with_suffix(f".{index}.safetensors"))
+        save_file(parameters(case, rank, world_size, port), found[name])
         gc.collect()
     out.write_text(json.dumps(found))
 

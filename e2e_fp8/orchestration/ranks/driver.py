@@ -178,10 +178,10 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
                     total[int(layer)] = total.get(int(layer), 0.0) + count
         return counts
 
-    def memory_of_others(self) -> list[float]:
-        """GiB that every other rank holds, in order (:func:`own_memory_gib`)."""
-        self._tell("memory")
-        return [float(answer["gib"]) for answer in self.channel.ask_all()]
+    def memory_of_ranks(self) -> list[float]:
+        """GiB in use by every rank, in order: see :func:`trainer_gib`."""
+        self._tell("weigh")
+        return [trainer_gib(self.device), *(answer["gib"] for answer in self.channel.ask_all())]
 
     def start_census(self) -> None:
         """The others count the tiles of the next update too. Collective: iterate ``named_masters`` next."""
@@ -199,11 +199,6 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
             dist.destroy_process_group()
 
 
-def own_memory_gib(device: torch.device) -> float:
-    """What torch has allocated on this rank's device; on the CPU the process's resident memory."""
-    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else resident_gib()
-
-
 def _stats_from(row: torch.Tensor) -> TokenStats:
     return TokenStats(log_probs=row[0], entropy=row[1])
 
@@ -212,6 +207,11 @@ def answers_forward(grid: RankGrid, rank: int) -> bool:
     """Of the ranks that run the same micro-batches, the first one answers for all; rank 0 asks itself."""
     place = grid.place(rank)
     return place.tensor == 0 and place.pipeline == 0 and place.data > 0
+
+
+def trainer_gib(device: torch.device) -> float:
+    """What this rank's tensors take on its GPU, or its process of the host where it has none."""
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else resident_gib()
 
 
 def lead(cfg: Config) -> DrivingEngine:

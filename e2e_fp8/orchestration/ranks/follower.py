@@ -14,7 +14,7 @@ from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.checkpoint_files import write_share
 from e2e_fp8.orchestration.environment import seed_generators
 from e2e_fp8.orchestration.ranks.channel import Order, batches_from, refusal
-from e2e_fp8.orchestration.ranks.driver import answers_forward, connect, own_memory_gib
+from e2e_fp8.orchestration.ranks.driver import answers_forward, connect, trainer_gib
 from e2e_fp8.orchestration.ranks.loss_recipe import loss_from_json
 from e2e_fp8.orchestration.weight_sync import gathered, held_digests, publish_weights
 from e2e_fp8.rank_grid import RankGrid
@@ -139,8 +139,8 @@ class Follower:
         assert counts is not None
         self.channel.answer(asdict(counts))
 
-    def _do_memory(self, order: Order, tensors: Tensors) -> None:
-        self.channel.answer({"gib": own_memory_gib(self._policy(order).device)})
+    def _do_weigh(self, order: Order, tensors: Tensors) -> None:
+        self.channel.answer({"gib": trainer_gib(self._policy(order).device)})
 
     def _do_start_census(self, order: Order, tensors: Tensors) -> None:
         self._census = census_of(self._policy(order), QuantizationPlan.from_config(self.cfg))
