@@ -126,7 +126,7 @@ def test_a_resumed_critic_ends_with_the_same_bytes(grid, results):
     for rank in range(2):
         left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
         assert "critic" in left
-        assert_same(left, right, f"rank {rank}")
+        assert_same_state(left, right, f"rank {rank}")
 
 
 def test_other_ranks_may_not_resume(results, run_job):
