@@ -5,8 +5,9 @@
     tools/run_evidence.py --out DIR [--together] JOB [JOB ...]
 
 Each job writes DIR/JOB.log: a header with command, commit, versions, devices and start, then what the command printed, then its exit
-status and duration. The checkout's and site-packages' paths are replaced as the output arrives, so nothing is left to edit.
-Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing). Exit status 1 when one failed.
+status and duration. ``$OUT`` in a command is DIR. The checkout's and site-packages' paths are replaced as the output arrives, so
+nothing is left to edit. Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing). Exit
+status 1 when one failed.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def without_paths(line: str) -> str:
 def run_job(name: str, command: str, out: Path) -> int:
     """Exit status of ``command``, run in the checkout; its output is in ``out/name.log``."""
     started = time.monotonic()
-    arguments = shlex.split(command)
+    arguments = [word.replace("$OUT", str(out)) for word in shlex.split(command)]
     if arguments[0] == "python":
         arguments[0] = sys.executable
     with (out / f"{name}.log").open("w") as log:

@@ -46,6 +46,12 @@ class HealthConfig(Section):
         description="Alarm when more than this share of tokens has p_train / p_rollout outside [1/C, C], C being "
         "correction.rollout_is_threshold.",
     )
+    old_log_probs_audit: float | None = Field(
+        default=0.0,
+        ge=0,
+        description="Alarm when more than this many audited sequences of a step have other log-probs in the trainer than in the engine; "
+        "measured only with training.old_log_probs rollout.",
+    )
     memory_imbalance: float | None = Field(
         default=1.25, gt=1, description="Alarm when a rank of trainer or server uses more than this many times the ranks' mean."
     )

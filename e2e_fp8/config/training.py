@@ -67,5 +67,17 @@ class TrainingConfig(Section):
     max_tokens_per_microbatch: int = Field(default=4096, ge=1, description="Packed tokens of one micro-batch, at most.")
     minibatches_per_step: int = Field(default=1, ge=1, description="Optimizer steps per rollout batch.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Megatron parallel sizes.")
+    old_log_probs: Literal["recompute", "rollout"] = Field(
+        default="recompute",
+        description="Where the log-probs before the update come from: a pass of the trainer over the whole batch, or the engine, as long "
+        "as an audit finds them equal bit for bit. rollout needs numerics.alignment bitwise (docs/alignment.md).",
+    )
+    old_log_probs_audit: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="With old_log_probs rollout: share of each rank's sequences, at least one, that the trainer computes anew in every "
+        "step; in the first of a process, and after a difference, all. If one differs, the whole batch is computed.",
+    )
     warm_start: WarmStartConfig = Field(default=WarmStartConfig(), description="Supervised phase before RL.")
     router_replay: RouterReplayConfig = Field(default=RouterReplayConfig(), description="Rollout routing replay of a mixture of experts.")

@@ -16,6 +16,7 @@ from e2e_fp8.config.alignment_explain import check_alignment_gates
 from e2e_fp8.config.critic import critic_config
 from e2e_fp8.config.layout_rule import check_layout
 from e2e_fp8.config.objective_rules import check_calibration, check_correction, check_objective
+from e2e_fp8.config.old_log_probs_rule import check_old_log_probs
 from e2e_fp8.config.replay_rule import check_router_replay
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.layout.tiles import TILE as BLOCK
@@ -52,6 +53,7 @@ def check_cross_fields(cfg: "Config") -> None:
         check_calibration,
         check_correction,
         check_router_replay,
+        check_old_log_probs,
     ):
         rule(cfg)
 

@@ -268,6 +268,14 @@ MONITORS: tuple[Monitor, ...] = (
         needs="rollout_corr/rollout_is_ratio_fraction_high",
     ),
     Monitor(
+        name="old_log_probs_audit",
+        label="Audited sequences whose log-probs differ between trainer and engine",
+        series=lambda records, window: points(records, "old_log_probs/audit_failures"),
+        advice="the two sides no longer agree bit for bit, and the step was computed whole; find the module with e2e-fp8 align check.",
+        fields=("training.old_log_probs", "numerics.alignment", "sync.receipt"),
+        needs="old_log_probs/audit_failures, counted with training.old_log_probs rollout",
+    ),
+    Monitor(
         name="memory_imbalance",
         label="Memory of the most loaded rank over the mean of the ranks",
         series=lambda records, window: _worst(records, ("memory/trainer_imbalance", "memory/engine_imbalance")),

@@ -12,6 +12,7 @@ PHASES: tuple[str, ...] = (
     "rollout",
     "reward",
     "old_log_probs",
+    "audit",
     "reference",
     "values",
     "shadow_pass",
@@ -134,6 +135,21 @@ _CRITIC = _prefixed(
             }.items()
             for statistic in ("mean", "max", "min")
         },
+    },
+)
+_AUDIT = _prefixed(
+    "old_log_probs",
+    {
+        **_table(
+            "sequences",
+            audited_sequences="Sequences whose engine log-probs the trainer computed anew (training.old_log_probs rollout)",
+            audit_failures="Of them, those with a log-prob of other bits",
+        ),
+        **_table("", recomputed="1 when the audit failed, so that the whole batch was computed"),
+        **_table(
+            "s",
+            seconds_saved="Tokens not computed, at the lower of this audit's and the last whole pass's seconds a token, minus the audit",
+        ),
     },
 )
 _MISMATCH = {
@@ -264,7 +280,7 @@ _TILES = {
     ),
 )
 
-METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _MEMORY | _TILES
+METRICS: dict[str, Metric] = _RUN | _REWARD | _UPDATE | _CRITIC | _AUDIT | _MISMATCH | _ROLLOUT_CORR | _REPLAY | _COST | _MEMORY | _TILES
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -30,7 +30,9 @@ _SHOWN = {
     "sft/loss": "sft loss",
     "grad_norm": "grad norm",
     "skipped_steps": "skipped",
+    "old_log_probs/audit_failures": "AUDIT FAILED, old log-probs recomputed: sequences that differ",
 }
+_SHOWN_UNLESS_0 = ("skipped_steps", "old_log_probs/audit_failures")
 
 
 class Progress:
@@ -96,17 +98,13 @@ class Progress:
         return f"RL step {step - self.warm_steps}/{self.total_steps - self.warm_steps}"
 
     def _line(self, step: int, record: dict[str, float], eta: float) -> str:
-        figures = [
-            f"{label} {short(record[name])}"
-            for name, label in _SHOWN.items()
-            if name in record and (name != "skipped_steps" or record[name])
-        ]
+        figures = [f"{label} {text}" for label, text in _shown(record).items()]
         seconds = [f"{p} {record[f'time/{p}']:.1f}s" for p in PHASES if f"time/{p}" in record]
         return " | ".join([self._title(step), *figures, " ".join(seconds), f"ETA {duration(eta)}"])
 
     def _panel(self, step: int, record: dict[str, float], eta: float) -> Panel:
         grid = Table.grid(padding=(0, 3))
-        shown = {label: short(record[name]) for name, label in _SHOWN.items() if name in record}
+        shown = _shown(record)
         if step > self.warm_steps and math.isfinite(self._held_out):
             shown["held-out"] = short(self._held_out)
         pairs = [f"[dim]{label}[/dim] [bold]{value}[/bold]" for label, value in shown.items()]
@@ -121,8 +119,13 @@ class Progress:
         return Panel(rows, title=self._title(step), subtitle=f"ETA {duration(eta)}", title_align="left", subtitle_align="right")
 
 
+def _shown(record: dict[str, float]) -> dict[str, str]:
+    """Label and figure of what a step shows."""
+    return {label: short(record[n]) for n, label in _SHOWN.items() if n in record and (n not in _SHOWN_UNLESS_0 or record[n])}
+
+
 _PALETTE = (
-    *("cyan", "white", "blue", "bright_blue", "red", "bright_magenta", "bright_red"),
+    *("cyan", "white", "blue", "bright_cyan", "bright_blue", "red", "bright_magenta", "bright_red"),
     *("magenta", "green", "bright_green", "yellow", "bright_black"),
 )
 _COLOURS = dict(zip(PHASES, _PALETTE, strict=True))

@@ -84,11 +84,12 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
     with timer("old_log_probs"):
         scored = score(session, samples, timer)
         minibatches, record = scored.minibatches, dict(scored.metrics)
-        if scored.stats is not None:
-            log_probs = [b.old_log_probs for b in scored.batches]
-            record |= mismatch(scored.batches, log_probs, cfg.correction.mismatch_threshold)
-            record["entropy"] = _entropy(scored.batches, scored.stats)
-            corrected, metrics = correct(scored.batches, log_probs, cfg.correction)
+        if scored.measured is not None:
+            found, stats = scored.measured.batches, scored.measured.stats
+            record |= mismatch(found, [s.log_probs for s in stats], cfg.correction.mismatch_threshold)
+            record["entropy"] = _entropy(found, stats)
+        if not cfg.correction.bypass_mode:
+            corrected, metrics = correct(scored.batches, [b.old_log_probs for b in scored.batches], cfg.correction)
             minibatches, record = regrouped(corrected, minibatches), record | metrics
     record["tokens/train"] = float(sum(b.token_ids.numel() for b in scored.batches))
     if session.critic is not None:
@@ -99,16 +100,16 @@ def _train_on(session: Session, step: int, samples: Sequence[Sample], timer: Pha
     shadow = ShadowPass(cfg.objective, session.trainer, minibatches, session.clip_state, timer)
     with timer("update"):
         run = _update_with_census if census else _update
-        record |= run(session, step, minibatches, shadow)
+        record |= run(session, step, minibatches, shadow, scored.audit_passed)
     session.clip_state = shadow.state
     replayed = changed_metrics(session.trainer.take_replay_counts())
     # in bypass mode the update is the first to replay; otherwise its weights move between the counts
-    record |= replayed if scored.stats is None else {}
+    record |= replayed if scored.measured is None else {}
     return record | shadow.metrics()
 
 
-def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
-    """One optimizer step per mini-batch, and the metrics of all."""
+def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass, audit_passed: bool) -> dict[str, float]:
+    """One optimizer step per mini-batch, and the metrics of all. ``audit_passed``: the first needs no pass to be corrected."""
     cfg = session.cfg
     session.trainer.set_learning_rate(_learning_rate(cfg, step))
     reports: list[StepReport] = []
@@ -117,9 +118,10 @@ def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], s
     for index, part in enumerate(minibatches):
         if cfg.correction.bypass_mode and cfg.correction.corrects:
             # Against the rollout policy as the weights are now; the loss's own forward gives the same log-probs.
-            log_probs = [s.log_probs for s in session.trainer.token_stats(part)]
+            known = audit_passed and index == 0
+            log_probs = [b.rollout_log_probs for b in part] if known else [s.log_probs for s in session.trainer.token_stats(part)]
             part, metrics = correct(part, log_probs, cfg.correction)
-            corrections.append(metrics | mismatch(part, log_probs, cfg.correction.mismatch_threshold))
+            corrections.append(metrics if known else metrics | mismatch(part, log_probs, cfg.correction.mismatch_threshold))
         objective = shadow.objective_for(index, part)
         loss_fn = PolicyLoss(objective=objective, correction=cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
         trained += float(sum(b.trained_mask.sum() for b in part))
@@ -134,10 +136,12 @@ def optimizer_step(trainer: TrainEngine, part: list[PackedBatch], loss_fn: LossF
     return trainer.train_step(part, loss_fn, denominator)
 
 
-def _update_with_census(session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass) -> dict[str, float]:
+def _update_with_census(
+    session: Session, step: int, minibatches: list[list[PackedBatch]], shadow: ShadowPass, audit_passed: bool
+) -> dict[str, float]:
     """The same, with tile statistics of the update's own passes."""
     with session.census() as census:
-        update = _update(session, step, minibatches, shadow)
+        update = _update(session, step, minibatches, shadow, audit_passed)
     return update | census.record()
 
 

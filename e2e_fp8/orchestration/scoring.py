@@ -9,12 +9,13 @@ from e2e_fp8.correction.apply import joined_boundaries
 from e2e_fp8.correction.diagnostics import mismatch_metrics
 from e2e_fp8.correction.sequences import Sequences
 from e2e_fp8.observability.timers import PhaseTimer
-from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, regrouped, with_advantages, with_old_log_probs
+from e2e_fp8.orchestration.batching import minibatch_slices, pack_samples, regrouped, with_advantages
 from e2e_fp8.orchestration.critic import with_gae
-from e2e_fp8.orchestration.replay import changed_metrics, coverage_metrics, routing_of
+from e2e_fp8.orchestration.old_log_probs import Measured, old_policy
+from e2e_fp8.orchestration.replay import coverage_metrics, routing_of
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.orchestration.shaping import kl_is_in_reward, mean_kl, punished_rewards, token_kl
-from e2e_fp8.types import PackedBatch, Sample, TokenStats
+from e2e_fp8.types import PackedBatch, Sample
 from e2e_fp8.update.advantages import group_advantages
 
 Minibatches = list[list[PackedBatch]]
@@ -25,8 +26,10 @@ class Scored:
     """Micro-batches of each mini-batch, without correction."""
 
     minibatches: Minibatches
-    stats: list[TokenStats] | None
-    """Of the old policy, in order of the micro-batches; None in bypass mode, which does not compute them."""
+    measured: Measured | None
+    """What the trainer computed of the old policy; None in bypass mode without an audit."""
+    audit_passed: bool
+    """The engine's log-probs are known to be the old policy's, bit for bit."""
     metrics: dict[str, float]
 
     @property
@@ -37,17 +40,12 @@ class Scored:
 
 def score(session: Session, samples: Sequence[Sample], timer: PhaseTimer) -> Scored:
     """Pack ``samples``, add old and reference log-probs, and advantages from the shaped rewards. Groups stay whole."""
-    cfg, trainer = session.cfg, session.trainer
+    cfg = session.cfg
     group_ids = [s.group_id for s in samples]
     slices = minibatch_slices(group_ids, min(cfg.training.minibatches_per_step, len(set(group_ids))))
     parts, metrics = _packed(session, samples, slices)
-    batches, stats = [b for part in parts for b in part], None
-    if cfg.correction.bypass_mode:
-        batches = [replace(b, old_log_probs=b.rollout_log_probs) for b in batches]
-    else:
-        stats = trainer.token_stats(batches)
-        metrics |= changed_metrics(trainer.take_replay_counts())
-        batches = [with_old_log_probs(b, s.log_probs) for b, s in zip(batches, stats, strict=True)]
+    old = old_policy(session, parts, timer)
+    batches, metrics = old.batches, metrics | old.metrics
     if session.reference is not None:
         with timer("reference"):
             reference = session.reference.token_stats([b.without_replay() for b in batches])
@@ -59,7 +57,8 @@ def score(session: Session, samples: Sequence[Sample], timer: PhaseTimer) -> Sco
             values = session.critic.values(batches)
         batches, advantage_metrics = with_gae(cfg, samples, batches, values)
     metrics |= advantage_metrics | _dilution(samples, batches)
-    return Scored(minibatches=regrouped(batches, parts), stats=stats, metrics=metrics)
+    minibatches = regrouped(batches, parts)
+    return Scored(minibatches=minibatches, measured=old.measured, audit_passed=old.audit_passed, metrics=metrics)
 
 
 def _packed(session: Session, samples: Sequence[Sample], slices: Sequence[slice]) -> tuple[Minibatches, dict[str, float]]:

@@ -71,6 +71,8 @@ class Session:
     """Frozen policy of the KL term; None when objective.kl_coef is 0."""
     clip_state: ClipState = field(default_factory=ClipState)
     """Of calibrated clipping, after the last finished update."""
+    whole_pass_rate: float | None = None
+    """Seconds a token of this process's last whole audit of old log-probs; None before it and after a difference: the next one is whole."""
     critic: ValueEngine | None = None
     """Value model; None without objective.advantage gae, and before RL starts."""
 

@@ -25,7 +25,7 @@ _OVER = {
 def write_page(study: Study, path: Path, size: str, out: Path, docs: Path, *, extra: Sequence[str] = ()) -> Path:
     """Write ``docs/studies/NAME.md``, its curves and ``docs/evidence/SIZE/studies/NAME.json`` from the runs in ``out``.
 
-    A size other than the study's first has its name in the page's. ``extra`` are the overrides that the runs were given.
+    A size other than the study's first has its name in the page's file name. ``extra`` are the overrides that the runs were given.
 
     Raises:
         ConfigError: no run is complete, or a run folder holds other settings than the study.
@@ -35,7 +35,7 @@ def write_page(study: Study, path: Path, size: str, out: Path, docs: Path, *, ex
     if not results.runs:
         raise ConfigError(f"No run of {path} is complete in {out}: run e2e-fp8 study {path} first, or name its folder with --out.")
     name = path.stem if size == next(iter(study.sizes)) else f"{path.stem}_{size}"
-    numbers = docs / "evidence" / size / "studies" / f"{name}.json"
+    numbers = docs / "evidence" / size / "studies" / f"{path.stem}.json"
     page = docs / "studies" / f"{name}.md"
     settings = {"base": study.sizes[size].base, "set": {**study.sizes[size].set, **study.set}, "overrides": list(extra), "arms": study.arms}
     with writing(page):
@@ -78,7 +78,7 @@ def _page(study: Study, path: Path, size: str, results: Results, extra: Sequence
     if figures:
         parts.append("## Curves\n\n" + "\n\n".join(f"![{file}]({file})" for file in figures))
     parts.append(f"## Arms\n\n{_arms(study)}")
-    parts.append(f"## Not run\n\n{_missing(results)}")
+    parts.append(f"## Not run\n\n{_missing(study, size, results)}")
     parts.append(f"All numbers and curves: [{numbers.name}]({numbers.as_posix()}).")
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -89,10 +89,13 @@ def _conditions(study: Study, size: str, results: Results, count: int) -> str:
     passed, compared = (sum(run.receipts[i] for run in results.runs) for i in (0, 1))
     where = environment.get("gpu", f"{environment.get('cores', '?')} CPU cores, shared with other work")
     base = study.sizes[size].base.removeprefix("../")
+    shared = sum("same_run_as" in run.environment for run in results.runs)
+    same = f"{shared} of them are runs of another study with the same settings; " if shared else ""
     start = "all arms of one seed from the same supervised start; " if study.start else ""
     return (
         f"{len(results.runs)} of {count} runs complete, {results.steps} RL steps each; base `configs/{base}`; "
-        f"{start}seeds {', '.join(map(str, study.seeds))}; {where}; commit {', '.join(commits)}; receipts passed: {passed} of {compared}; "
+        f"{same}{start}seeds {', '.join(map(str, study.seeds))}; {where}; commit {', '.join(commits)}; "
+        f"receipts passed: {passed} of {compared}; "
         f"{mean([run.seconds for run in results.runs]):.0f} s a run."
     )
 
@@ -167,14 +170,15 @@ def _arms(study: Study) -> str:
     return "\n".join(lines)
 
 
-def _missing(results: Results) -> str:
+def _missing(study: Study, size: str, results: Results) -> str:
+    absent = [f"- {arm}: cannot run at this size" for arm in study.arms if arm not in (study.sizes[size].arms or study.arms)]
     if not results.missing:
-        return "Nothing: every arm has run with every seed."
+        return "\n".join(absent) or "Nothing: every arm has run with every seed."
     arms: dict[tuple[str, str], list[str]] = {}
     for name, state in results.missing.items():
         arm, _, seed = name.rpartition("-seed")
         arms.setdefault((arm, state), []).append(seed)
-    return "\n".join(f"- {arm}, seed {', '.join(seeds)}: {state}" for (arm, state), seeds in arms.items())
+    return "\n".join([*(f"- {arm}, seed {', '.join(seeds)}: {state}" for (arm, state), seeds in arms.items()), *absent])
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

@@ -126,6 +126,7 @@ def as_json(results: Results, *, study: str, size: str, settings: Mapping[str, A
                 "receipts_compared": run.receipts[1],
                 "seconds": _rounded(run.seconds),
                 "commit": run.environment.get("commit"),
+                **({"same_run_as": run.environment["same_run_as"]} if "same_run_as" in run.environment else {}),
                 "curves": {
                     name: {"step": steps, "value": [_rounded(v) for v in values]} for name, (steps, values) in run.curves.items() if steps
                 },

@@ -1,26 +1,17 @@
-"""The runs of a study: which there are, what state each is in, and one process for each that is not done.
+"""The runs of a study: which there are, and what state each is in.
 
 A run's folder holds the state: a run is done once its metrics have the last RL step, so nothing else can go stale.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from e2e_fp8.config.load import load_config, parse_config, read_yaml
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import ConfigError, writing
+from e2e_fp8.errors import ConfigError
 from e2e_fp8.observability.history import flatten, read_records
 from e2e_fp8.studies.schema import Study, arm_config, arm_overrides, as_overrides, base_of
-
-_MODULE = "e2e_fp8.cli"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +25,14 @@ class PlannedRun:
     overrides: tuple[str, ...]
     start: Path | None
     """Hugging Face folder of the seed's shared start; None without one."""
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """Equal for two runs that differ in nothing but their names and the folder of their start. Raises ConfigError as config."""
+        settings = settings_of(self.config())
+        return tuple(
+            (name, value) for name, value in settings.items() if name != "run.name" and not (self.start and name == "model.hf_path")
+        )
 
     @property
     def name(self) -> str:
@@ -54,22 +53,41 @@ class PlannedRun:
         return self.start is None or self.start.is_dir()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One study at one size, and which of its runs are asked for."""
+
+    study: Study
+    path: Path
+    size: str
+    out: Path
+    extra: tuple[str, ...]
+    """Overrides of the command line."""
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the study's file."""
+        return self.path.stem
+
+
 def planned_runs(
     study: Study, path: Path, size: str, out: Path, *, extra: Sequence[str] = (), arms: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[PlannedRun]:
-    """Every run, all seeds of an arm before the next arm; ``arms`` and ``seeds`` select some.
+    """Every run of the size's arms, all seeds of an arm before the next arm; ``arms`` and ``seeds`` select some.
 
     Raises:
         ConfigError: an arm or seed that the study does not have.
     """
-    for kind, wanted, known in (("--arms", arms, list(study.arms)), ("--seeds", seeds, list(study.seeds))):
+    here = [arm for arm in study.arms if arm in (study.sizes[size].arms or study.arms)]
+    for kind, wanted, known in (("--arms", arms, here), ("--seeds", seeds, list(study.seeds))):
         unknown = [item for item in wanted if item not in known]
         if unknown:
             raise ConfigError(f"{kind} {unknown[0]} is not in {path}: it has {', '.join(map(str, known))}.")
     return [
         _planned(study, path, size, out, arm, seed, list(extra))
-        for arm in study.arms
-        if arm in (arms or study.arms)
+        for arm in here
+        if arm in (arms or here)
         for seed in study.seeds
         if seed in (seeds or study.seeds)
     ]
@@ -108,7 +126,7 @@ def check_same_settings(run: PlannedRun) -> None:
     """
     if not (run.folder / "config.yaml").exists():
         return
-    found, wanted = (_settings(cfg) for cfg in (stored_config(run), run.config()))
+    found, wanted = (settings_of(cfg) for cfg in (stored_config(run), run.config()))
     different = [name for name in wanted if found.get(name) != wanted[name]]
     if different:
         name = different[0]
@@ -127,136 +145,12 @@ def stored_config(run: PlannedRun) -> Config:
     return parse_config(values, where=str(path))
 
 
-def _settings(cfg: Config) -> dict[str, str]:
+def settings_of(cfg: Config) -> dict[str, str]:
     """What the numbers of a run depend on, by dotted name."""
     document = cfg.model_dump(mode="json")
     for name in ("resume", "out_dir", "backend", "tensorboard", "wandb_project", "threads", "checkpoint_interval", "keep_checkpoints"):
         document["run"].pop(name)
     return flatten(document)
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """How the runs of one call ended."""
-
-    done: list[str]
-    failed: dict[str, str]
-    """Run -> why, one sentence."""
-
-
-class StudyRunner:
-    """Starts the runs as processes of ``e2e-fp8 train``; a failed one is named and the others go on."""
-
-    def __init__(self, study: Study, path: Path, size: str, out: Path, *, extra: Sequence[str], say: Callable[[str], None]) -> None:
-        self.study, self.path, self.size, self.out, self.extra, self.say = study, path, size, out, list(extra), say
-        self._children: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._stopping = False
-
-    def run(self, runs: Sequence[PlannedRun], jobs: int) -> Outcome:
-        """Make the shared starts, then run whatever is not done, ``jobs`` processes at a time.
-
-        Raises:
-            ConfigError: a run folder holds other settings.
-            KeyboardInterrupt: after Ctrl-C, once every child has written its checkpoint.
-        """
-        with writing(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
-        outcome = Outcome(done=[], failed={})
-        pool = ThreadPoolExecutor(jobs)
-        try:
-            starts = {run.seed: run.start for run in runs if run.start}
-            self._collect({f"start-seed{seed}": pool.submit(self._make_start, seed, folder) for seed, folder in starts.items()}, outcome)
-            outcome.done.clear()
-            ready = [run for run in runs if run.ready]
-            for run in ready:
-                check_same_settings(run)
-            self._collect({run.name: pool.submit(self._run_one, run) for run in ready}, outcome)
-            outcome.failed |= {run.name: "the shared start of its seed failed" for run in runs if not run.ready}
-        except KeyboardInterrupt:
-            self._stop_children()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return outcome
-
-    def _collect(self, jobs: Mapping[str, "Future[str | None]"], outcome: Outcome) -> None:
-        for name, job in jobs.items():
-            problem = job.result()
-            if problem is None:
-                outcome.done.append(name)
-            else:
-                outcome.failed[name] = problem
-                self.say(f"{name} FAILED: {problem}")
-
-    def _make_start(self, seed: int, folder: Path) -> str | None:
-        """Train the warm start of one seed and export its weights in BF16."""
-        run = start_run(self.study, self.path, self.size, self.out, seed, self.extra)
-        check_same_settings(run)
-        if folder.is_dir():
-            return None
-        problem = self._child(run.name, _train_command(run.base, run.overrides, resume=_exists(run.folder)))
-        if problem is None:
-            partial = self.out / f".{folder.name}-{os.getpid()}"
-            command = [sys.executable, "-m", _MODULE, "export", str(run.folder), "--out", str(partial), "--precision", "bf16"]
-            problem = self._child(run.name, command)
-            if problem is None:
-                with writing(folder):
-                    partial.rename(folder)
-                self.say(f"{run.name}: done")
-        return problem
-
-    def _run_one(self, run: PlannedRun) -> str | None:
-        if run.done():
-            self.say(f"{run.name}: already done")
-            return None
-        before = time.perf_counter()
-        problem = self._child(run.name, _train_command(run.base, run.overrides, resume=_exists(run.folder)))
-        if problem is None and not run.done():
-            problem = f"it ended with {steps_done(run.folder)} RL steps; {self.out / run.name}.log says why"
-        if problem is None:
-            self.say(f"{run.name}: done in {time.perf_counter() - before:.0f} s")
-        return problem
-
-    def _child(self, name: str, command: Sequence[str]) -> str | None:
-        """Run one process with its output in ``name.log``; None when it ended with 0, else its last line."""
-        log = self.out / f"{name}.log"
-        with self._lock:
-            if self._stopping:
-                return "not started: the study was interrupted"
-            with writing(log), open(log, "ab") as file:
-                # A session of its own: Ctrl-C reaches it once, from here, and it stops at a step boundary.
-                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            self._children.add(child)
-        code = child.wait()
-        with self._lock:
-            self._children.discard(child)
-        return None if code == 0 else f"exit code {code}: {_last_line(log)}"
-
-    def _stop_children(self) -> None:
-        with self._lock:
-            self._stopping = True
-            children = list(self._children)
-        for child in children:
-            child.send_signal(signal.SIGTERM)
-        for child in children:
-            child.wait()
-
-
-def _exists(folder: Path) -> bool:
-    return (folder / "config.yaml").exists()
-
-
-def _train_command(base: Path, overrides: Sequence[str], *, resume: bool) -> list[str]:
-    command = [sys.executable, "-m", _MODULE, "train", str(base)]
-    for text in overrides:
-        command += ["--set", text]
-    return [*command, "--resume"] if resume else command
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no output"
 
 
 def check_arms(study: Study, path: Path, size: str, extra: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ class Size(Section):
 
     base: str = Field(description="Run configuration, relative to the study's file.")
     set: dict[str, Any] = Field(default={}, description="Fields of every arm at this size, by dotted name.")
+    arms: tuple[str, ...] = Field(default=(), description="Arms that can run at this size; empty for all.")
 
 
 class Start(Section):
@@ -99,6 +100,7 @@ class Study(Section):
             if metric not in METRICS:
                 raise ConfigError(f"figures or curves: {metric!r} is no metric: e2e_fp8/observability/names.py lists them.")
         named = [(f"panels.{name}", arm) for name, arms in self.panels.items() for arm in arms]
+        named += [(f"sizes.{name}.arms", arm) for name, size in self.sizes.items() for arm in size.arms]
         named += [("pairs", arm) for pair in self.pairs for arm in (pair.arm, pair.against)]
         for where, arm in named:
             if arm not in self.arms:

@@ -27,6 +27,7 @@ GRIDS = {
     "pp2": ["training.parallel.pipeline=2"],
     "ep2": ["training.parallel.expert=2"],
     "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae"],
+    "dp2_audited": ["numerics.alignment=bitwise", "training.old_log_probs=rollout", "training.old_log_probs_audit=0.2"],
     "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],
 }
 
@@ -107,6 +108,12 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
         assert step["receipt/passed"] == 1.0
         assert 0 <= step["mismatch_kl"] < 0.05
         assert step["skipped_steps"] + step["policy_version"] > 2
+        # the first audit is of all 16 samples, then each of two ranks takes a fifth of its own
+        if "old_log_probs/audited_sequences" in step:
+            assert (step is steps[2]) == (step["old_log_probs/audited_sequences"] == 16)
+            assert step["old_log_probs/audited_sequences"] >= 2
+            assert (step["old_log_probs/audit_failures"], step["mismatch_kl"]) == (0, 0)
+    assert ("old_log_probs/audited_sequences" in steps[-1]) == (grid == "dp2_audited")
     assert "reward/held_out" in steps[-1]
     assert steps[-1]["tiles/weights/zero"] >= 0
     receipts = records(run, "receipts.jsonl")

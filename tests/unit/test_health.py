@@ -74,6 +74,10 @@ CASES = {
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.006, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.007},
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.002, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.003},
     ),
+    "old_log_probs_audit": (
+        {"old_log_probs/audit_failures": lambda i: 1.0 if i > 20 else 0.0},
+        {"old_log_probs/audit_failures": lambda i: 0.0},
+    ),
     "memory_imbalance": (
         {"memory/trainer_imbalance": lambda i: 1.05, "memory/engine_imbalance": lambda i: 1.4},
         {"memory/trainer_imbalance": lambda i: 1.1},

@@ -36,6 +36,12 @@ def test_output_is_kept_raw_but_for_paths(tmp_path, capsys):
     assert "job: exit status 3" in capsys.readouterr().out
 
 
+def test_the_folder_of_the_logs_can_be_named_in_a_command(tmp_path):
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('here')"
+    assert run_evidence.run_job("job", f"python -c {shlex.quote(code)} $OUT/file", tmp_path) == 0
+    assert (tmp_path / "file").read_text() == "here"
+
+
 def test_unknown_jobs_are_refused_before_anything_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, "tools/run_evidence.py", "--out", str(tmp_path / "out"), "doctor", "nonsense"],

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from study_cases import finished, plan_of, written
 from synthetic_run import write_run
 
 from e2e_fp8.cli import main as cli
@@ -22,39 +23,12 @@ from e2e_fp8.studies.claims import judge, parse_claim
 from e2e_fp8.studies.curves import curve_of
 from e2e_fp8.studies.report import write_page
 from e2e_fp8.studies.results import TAIL, figure_of
-from e2e_fp8.studies.runs import StudyRunner, planned_runs, start_run
+from e2e_fp8.studies.runner import StudyRunner
+from e2e_fp8.studies.runs import planned_runs, start_run
 from e2e_fp8.studies.schema import Figure, arm_config, as_overrides, load_study
 
 REPO = Path(__file__).resolve().parents[2]
 FILES = sorted((REPO / "configs" / "studies").glob("*.yaml"))
-STUDY = {
-    "title": "A study",
-    "question": "Which?",
-    "sizes": {"cpu": {"base": "base.yaml", "set": {"run.steps": 4}}, "big": {"base": "base.yaml", "set": {"run.steps": 8}}},
-    "seeds": [1, 2],
-    "set": {"run.tensorboard": False},
-    "arms": {"low": {"training.learning_rate": 1.0e-4}, "high": {"training.learning_rate": 1.0e-3}},
-    "figures": {"reward": {"metric": "reward/mean", "over": "tail"}, "kl": {"metric": "mismatch_kl", "over": "mean"}},
-    "curves": ["reward/mean"],
-    "pairs": [{"arm": "high", "against": "low"}],
-    "expect": [{"claim": "reward: high > low", "source": "hope"}, {"claim": "kl: low > 1000", "source": "fear"}],
-}
-
-
-def written(tmp_path: Path, **changes) -> Path:
-    """The study above with ``changes``, beside its base configuration."""
-    (tmp_path / "base.yaml").write_text("model: {num_hidden_layers: 1}\n")
-    path = tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump({k: v for k, v in {**STUDY, **changes}.items() if v is not None}, sort_keys=False))
-    return path
-
-
-def finished(run, *, seed: int) -> None:
-    """A folder that a finished run of ``run`` would leave."""
-    write_run(run.folder, warm_steps=0, rl_steps=run.config().run.steps, seed=seed)
-    (run.folder / "config.yaml").write_text(dump_config(run.config()))
-
-
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +77,7 @@ def test_objectives_has_every_objective_and_both_precisions_of_three():
         ({"expect": [{"claim": "reward: high > middle", "source": ""}]}, ("'middle', which is neither an arm",)),
         ({"figures": {"r": {"metric": "reward/mean", "over": "median"}}, "expect": None}, ("figures.r.over is 'median'",)),
         ({"sizes": {"cpu": {"base": "none.yaml"}}}, ("none.yaml does not exist",)),
+        ({"sizes": {"cpu": {"base": "base.yaml", "arms": ["middle"]}}}, ("sizes.cpu.arms: 'middle' is no arm",)),
         ({"title": None}, ("title",)),
     ],
 )
@@ -127,10 +102,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, changes, pa
         (["erase", "trial.yaml"], "write 'e2e-fp8 study STUDY.yaml'"),
         (["trial.yaml", "--set", "run.step=1"], "did you mean run.steps"),
         (["none.yaml"], "none.yaml does not exist"),
+        (["trial.yaml", "trial.yaml"], "two files are named trial"),
+        (["trial.yaml", "--stagger", "-1"], "--stagger is -1.0"),
+        (["trial.yaml", "--minutes", "0"], "--minutes is 0.0"),
+        (["trial.yaml", "--devices", "0", "99"], "--devices names"),
+        (["pack", "trial.yaml"], "study pack needs --to FILE.tar.xz"),
+        (["pack", "trial.yaml", "--to", "records.tar.xz"], "There is no run in"),
+        (["trial.yaml", "other.yaml", "--arms", "middle"], "--arms middle is in no study of this call"),
     ],
 )
 def test_a_mistake_on_the_command_line(tmp_path, monkeypatch, capsys, words, part):
-    written(tmp_path)
+    (tmp_path / "other.yaml").write_bytes(written(tmp_path).read_bytes())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["study", *words]) == 2
     assert part in capsys.readouterr().err
@@ -180,7 +162,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named_while_the_others_go_on(
     for run in runs[1:]:
         finished(run, seed=run.seed)
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    outcome = StudyRunner(study, path, "cpu", tmp_path / "out", extra=[], say=said.append).run(runs, jobs=2)
+    outcome = StudyRunner([plan_of(path, tmp_path / "out", runs=runs)], say=said.append, jobs=2).run()
     assert outcome.done == ["low-seed1", "low-seed2"]
     assert set(outcome.failed) == {"broken-seed2"}
     assert "exit code 2: " in outcome.failed["broken-seed2"]
@@ -198,7 +180,7 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
     text = (run.folder / "config.yaml").read_text()
     (run.folder / "config.yaml").write_text(text.replace("learning_rate: 0.001", "learning_rate: 0.002"))
     with pytest.raises(ConfigError, match=r"other settings \(training.learning_rate: 0.002 there, 0.001 in the study\): remove the folder"):
-        StudyRunner(study, path, "cpu", out, extra=[], say=print).run([run], jobs=1)
+        StudyRunner([plan_of(path, out, runs=[run])], say=print).run()
     with pytest.raises(ConfigError, match="other settings"):
         write_page(study, path, "cpu", out, tmp_path / "docs")
 
@@ -210,7 +192,7 @@ def test_a_moved_folder_or_another_ground_is_not_another_setting(tmp_path):
     finished(run, seed=1)
     cfg = load_config(run.folder / "config.yaml", ["run.backend=cpu", "run.out_dir=elsewhere", "run.resume=true"])
     (run.folder / "config.yaml").write_text(dump_config(cfg))
-    outcome = StudyRunner(study, path, "cpu", out, extra=[], say=print).run([run], jobs=1)
+    outcome = StudyRunner([plan_of(path, out, runs=[run])], say=print).run()
     assert outcome.done == ["low-seed1"]
 
 
