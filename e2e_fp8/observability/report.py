@@ -149,7 +149,8 @@ def _efficiency(history: RunHistory) -> list[str]:
             charts.append(_figure(title, caption, line_chart(lines, from_zero=True, x_name=unit), f"against {unit}"))
     if budget:
         line = Line(label="KL to the start", steps=list(budget), values=list(budget.values()))
-        charts.append(_figure("KL budget", "KL per response token times mean response length", line_chart([line], from_zero=True), "nats"))
+        caption = "KL per response token times mean response length; 5 to 15 nats are normal, health.kl_budget is the alarm"
+        charts.append(_figure("KL budget", caption, line_chart([line], from_zero=True), "nats per response"))
     return charts
 
 

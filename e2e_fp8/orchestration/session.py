@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from e2e_fp8.config.beside import reference_config
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
@@ -82,10 +83,10 @@ class Session:
 
     def _load_reference(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
         if isinstance(self.trainer, DrivingEngine):
-            self.reference = DrivingEngine(self.cfg, self.trainer.channel, "reference")
+            self.reference = DrivingEngine(reference_config(self.cfg), self.trainer.channel, "reference")
             self.reference.restore(state, source)
         else:
-            self.reference = MegatronEngine(self.cfg)
+            self.reference = MegatronEngine(reference_config(self.cfg))
             self.reference.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -129,6 +129,17 @@ def test_a_resumed_critic_ends_with_the_same_bytes(grid, results):
         assert_same_state(left, right, f"rank {rank}")
 
 
+def test_a_bf16_reference_beside_an_fp8_trainer_is_that_of_one_rank(results):
+    cases = [
+        Case(**size, objective={"kl_coef": 0.1, "reference_precision": "bf16"}, more={"drive": [["stats"], ["reference"]]})
+        for size in (GRIDS["dp2"], {"world": 1})
+    ]
+    many, one = ([load_file(results(case) / f"{name}.safetensors") for name in ("log_probs", "reference")] for case in cases)
+    assert same_bytes(many[0], one[0])
+    assert same_bytes(many[1], one[1])
+    assert not torch.equal(many[1]["log_probs/0"], many[0]["log_probs/0"])
+
+
 def test_other_ranks_may_not_resume(results, run_job):
     straight = results(case_of("tp2", *LIFE))
     statuses, out = run_job(case_of("dp2", ["resume", str(straight), 1]))

@@ -79,10 +79,11 @@ class DrivingModel[Readout](MegatronModel[Readout]):
         Raises:
             TypeError: the loss function cannot be named to the other ranks.
         """
-        if not isinstance(loss_fn, PolicyLoss | SupervisedLoss | ValueLoss):
-            raise TypeError(f"{type(loss_fn).__name__} cannot be sent to other ranks; give a PolicyLoss, SupervisedLoss or ValueLoss")
+        recipe: object = loss_fn
+        if not isinstance(recipe, PolicyLoss | SupervisedLoss | ValueLoss):
+            raise TypeError(f"{type(recipe).__name__} cannot be sent to other ranks; give a PolicyLoss, SupervisedLoss or ValueLoss")
         names, tensors = batch_tensors(batches)
-        self._tell("train_step", tensors, batches=names, loss=loss_fn.to_json(), denominator=denominator)
+        self._tell("train_step", tensors, batches=names, loss=recipe.to_json(), denominator=denominator)
         with self.channel.guarded():
             return super().train_step(share_of(batches, 0, self.grid.data), loss_fn, denominator)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from e2e_fp8.config.beside import reference_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import UserError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
@@ -68,7 +69,10 @@ class Follower:
 
     def _do_build(self, order: Order, tensors: Tensors) -> None:
         role = order["engine"]
-        self.engines[role] = ValueEngine(self.cfg) if role == "critic" else MegatronEngine(self.cfg)
+        if role == "critic":
+            self.engines[role] = ValueEngine(self.cfg)
+        else:
+            self.engines[role] = MegatronEngine(reference_config(self.cfg) if role == "reference" else self.cfg)
         seed_generators(self.cfg.run.seed)
 
     def _do_start_from(self, order: Order, tensors: Tensors) -> None:
