@@ -276,19 +276,22 @@ def _row(cells: Sequence[object], mark: str = "") -> str:
 
 
 def _health_table(history: RunHistory) -> str:
-    """Alarms first."""
+    """Alarms first; what sees nothing in this run is folded away."""
     order = ("alarm", "recovered", "ok", "not measured", "off")
-    rows = []
+    rows: list[str] = []
+    unseen: list[str] = []
     for v in sorted(history.health(), key=lambda v: order.index(v.state)):
         fields = ", ".join(v.monitor.fields)
         advice = f"{v.monitor.advice} Fields: {fields}." if v.alarms else f"Needs {v.monitor.needs}." if not v.series else ""
         span = f"{v.alarms[0][0]:g} to {v.alarms[-1][0]:g}" if len(v.alarms) > 1 else f"{v.alarms[0][0]:g}" if v.alarms else ""
         last = short(v.series[-1][1]) if v.series else ""
         limit = f"{'<' if v.monitor.below else '>'} {short(v.threshold)}" if v.threshold is not None else ""
-        rows.append(_row([v.monitor.label, v.state, last, limit, span, advice], "bad" if v.firing else ""))
+        row = _row([v.monitor.label, v.state, last, limit, span, advice], "bad" if v.firing else "")
+        (unseen if v.state in ("not measured", "off") else rows).append(row)
     lead = '<p class="lead">Thresholds are the fields of the health section; an alarm changes nothing in the run.</p>'
-    table = _table(["Monitor", "State", "Last", "Alarm at", "Alarms, steps", "Advice"], rows)
-    return f'<section class="health"><h2>Health</h2>{lead}{table}</section>'
+    head = ["Monitor", "State", "Last", "Alarm at", "Alarms, steps", "Advice"]
+    folded = f"<details><summary>{len(unseen)} monitors not measured or off</summary>{_table(head, unseen)}</details>" if unseen else ""
+    return f'<section class="health"><h2>Health</h2>{lead}{_table(head, rows) if rows else ""}{folded}</section>'
 
 
 def _bounds_table(history: RunHistory) -> str:
