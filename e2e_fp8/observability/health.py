@@ -235,7 +235,7 @@ MONITORS: tuple[Monitor, ...] = (
         series=_cache_share,
         advice="prompts of a group are computed again; give the KV cache more memory or run fewer sequences at once.",
         fields=("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.max_num_seqs"),
-        needs="rollout/prefix_cache_hit_rate, which the in-process engine measures",
+        needs="rollout/prefix_cache_hit_rate; of a server at rollout.server_url with --enable-prompt-tokens-details alone",
         below=True,
     ),
     Monitor(

@@ -107,6 +107,7 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
     for step in steps[2:]:
         assert step["receipt/passed"] == 1.0
         assert 0 <= step["mismatch_kl"] < 0.05
+        assert 0 <= step["rollout/prefix_cache_hit_rate"] <= 1
         assert step["skipped_steps"] + step["policy_version"] > 2
         # the first audit is of all 16 samples, then each of two ranks takes a fifth of its own
         if "old_log_probs/audited_sequences" in step:
