@@ -196,29 +196,27 @@ def measurements(args: argparse.Namespace, engine: Any, entries: tuple, layout: 
 
 def local_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
     """In-process updates and the receipt of both sides."""
-    from e2e_fp8.sync.receipt import manifest_of
+    from e2e_fp8.sync.receipt import ManifestSeries, check_receipt
 
     copied = engine.update_weights(entries, policy_version=0)
     # the second is the first that comes settled, and prepares its copies
     engine.update_weights(entries, policy_version=0)
     seconds = timed(lambda: engine.update_weights(entries, policy_version=0), rounds)
-    engine_side = manifest_of(engine.read_back(), covered=engine.covered)
-    trainer_side = manifest_of(entries, covered=engine.covered)
-    return {
-        "bytes_copied": copied,
-        "sync_seconds": seconds,
-        "receipt_seconds_both_sides": timed(
-            lambda: (manifest_of(engine.read_back(), covered=engine.covered), manifest_of(entries, covered=engine.covered)), 3
-        ),
-        "receipt_equal": engine_side == trainer_side,
-    }
+    ours, theirs = ManifestSeries(), ManifestSeries()
+
+    def receipt() -> None:
+        read_back = theirs.of(engine.read_back(), covered=engine.covered)
+        check_receipt(ours.of(entries, covered=engine.covered), read_back, policy_version=0)
+
+    receipt()
+    return {"bytes_copied": copied, "sync_seconds": seconds, "receipt_seconds_both_sides": timed(receipt, rounds), "receipt_equal": True}
 
 
 def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
-    """Updates of the server; each report separates delivery and receipt. Two come first, in which things are prepared."""
-    for version in range(2):
-        engine.publish(iter(entries), policy_version=version, receipt=True)
-    reports = [engine.publish(iter(entries), policy_version=2 + i, receipt=True) for i in range(rounds)]
+    """Updates of the server; each report separates delivery and receipt. Three come first, in which things are prepared."""
+    for version in range(3):
+        engine.publish(entries, policy_version=version, receipt=True)
+    reports = [engine.publish(entries, policy_version=3 + i, receipt=True) for i in range(rounds)]
     syncs, receipts = [r.seconds for r in reports], [r.receipt_seconds for r in reports]
     phases = {phase: [r.phases.get(phase, 0.0) for r in reports] for phase in reports[-1].phases}
     return {

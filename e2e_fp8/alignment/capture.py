@@ -48,10 +48,10 @@ class Recorder:
         """Input of each forward pass."""
 
     def add(self, name: str, value: torch.Tensor, rows: int | None = None) -> None:
-        """Keep a copy of ``value`` as ``[rows, -1]`` (all leading axes are tokens unless ``rows`` says how many there are)."""
+        """Keep a copy of ``value`` on the CPU as ``[rows, -1]`` (all leading axes are tokens unless ``rows`` says how many there are)."""
         if self._only is not None and name.rpartition(".")[2] != self._only:
             return
-        copy = value.detach().clone()
+        copy = value.detach().to("cpu", copy=True)
         self._parts.setdefault(name, []).append(copy.reshape(copy.shape[0] if rows is None else rows, -1))
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -157,15 +157,19 @@ def _watch_engine_layer(hooks: _Hooks, layer: Any, prefix: str, recorder: Record
             keep(module, name)
         return
     keep(mlp.gate, "router_logits")
-    experts, count = mlp.experts.routed_experts.quant_method, mlp.n_routed_experts
-    hooks.value(experts.operators, "observe", lambda values: _expert_rows(recorder, prefix, values, count))
+    # vLLM's own experts on a GPU show nothing of their inside
+    operators, count = getattr(mlp.experts.routed_experts.quant_method, "operators", None), mlp.n_routed_experts
+    if operators is not None:
+        hooks.value(operators, "observe", lambda values: _expert_rows(recorder, prefix, values, count))
 
 
 def _expert_rows(recorder: Recorder, prefix: str, values: dict[str, torch.Tensor], experts: int) -> None:
-    """``values`` of one call of vLLM's experts, whose rows are sorted by expert."""
-    ids, weights = values["ids"].long(), values["weights"]
+    """``values`` of one call of a layer's experts, whose rows are sorted by expert."""
+    ids = values["ids"].long()
     tokens, top_k = ids.shape
-    recorder.add(prefix + "router_weights", weights.new_zeros(tokens, experts).scatter(1, ids, weights))
+    if "weights" in values:
+        weights = values["weights"]
+        recorder.add(prefix + "router_weights", weights.new_zeros(tokens, experts).scatter(1, ids, weights))
     by_token = (ids.reshape(-1).argsort(stable=True) // top_k).argsort(stable=True)
     for name in ("gate_up", "activation", "down"):
         recorder.add(prefix + name, values[name][by_token], tokens)
@@ -173,7 +177,10 @@ def _expert_rows(recorder: Recorder, prefix: str, values: dict[str, torch.Tensor
 
 @contextmanager
 def watch_trainer(model: Any, recorder: Recorder) -> Iterator[Recorder]:
-    """Record a Megatron GPTModel of the CPU ground inside the block. Logits have one row for each token."""
+    """Record a Megatron GPTModel inside the block. Logits have one row for each token, padding included (last, on a GPU).
+
+    Norms that Transformer Engine runs inside a linear layer, and its own experts, show nothing.
+    """
     hooks = _Hooks()
     try:
         hooks.after(model.embedding.word_embeddings, lambda args, out: recorder.add("embedding", out[0]))
@@ -196,6 +203,9 @@ def _watch_trainer_layer(hooks: _Hooks, layer: Any, prefix: str, recorder: Recor
         hooks.after(module, lambda args, out: recorder.add(prefix + name, _first(out)))
 
     def norm(module: torch.nn.Module, residual: str, name: str) -> None:
+        if not hasattr(module, "weight"):
+            return
+
         def act(args: Any, out: Any) -> None:
             recorder.add(prefix + residual, args[0])
             recorder.add(prefix + name, out)
@@ -234,8 +244,8 @@ def _watch_trainer_experts(hooks: _Hooks, mlp: Any, prefix: str, recorder: Recor
         if ids.dtype == torch.bool:
             routing["map"], dense = ids, weights
         else:
-            routing["map"] = torch.zeros(ids.shape[0], experts, dtype=torch.bool).scatter(1, ids, True)
-            dense = torch.zeros(ids.shape[0], experts).scatter(1, ids, weights.detach())
+            routing["map"] = torch.zeros(ids.shape[0], experts, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+            dense = torch.zeros(ids.shape[0], experts, device=ids.device).scatter(1, ids, weights.detach())
         recorder.add(prefix + "router_weights", dense)
 
     def logits(result: torch.Tensor) -> None:
@@ -254,6 +264,10 @@ def _watch_trainer_experts(hooks: _Hooks, mlp: Any, prefix: str, recorder: Recor
     else:
         hooks.after(mlp.router, lambda args, out: chosen(out))
         hooks.method(mlp.router, "gating", logits)
+    if not hasattr(mlp.experts, "local_experts"):
+        if hasattr(mlp, "observe"):
+            hooks.value(mlp, "observe", lambda values: _expert_rows(recorder, prefix, values, experts))
+        return
     for expert in mlp.experts.local_experts:
         hooks.after(expert.linear_fc1, lambda args, out: parts["gate_up"].append(out[0].detach()))
         hooks.after(expert.linear_fc2, lambda args, out: parts["activation"].append(args[0].detach()))

@@ -38,7 +38,7 @@ def _check(args: argparse.Namespace) -> int:
     """Starts the trainer and a vLLM engine on the configuration's starting weights
     and compares them link by link: bytes, batch sizes, prefill against decode,
     chunked prefill, cached prefixes, every module, log-probs. Every comparison is
-    bit for bit. CPU only for now.
+    bit for bit. On a GPU without CUDA graphs, whose modules cannot be read.
 
     Exit code 0: all links hold; 1: one breaks, and its first differing value is
     printed with its place and the causes that show there (docs/alignment.md);

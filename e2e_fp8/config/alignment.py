@@ -26,8 +26,6 @@ class Choice:
 
     trainer: str
     rollout: str
-    cuda: bool
-    """Written for the CUDA ground. ``bitwise`` is refused there while a cause's choice is not."""
     row_invariant: bool
     """Whether a row keeps its bits in any batch, chunk or packing on both sides."""
 
@@ -50,15 +48,16 @@ class Cause:
         return {"fast": self.fast, "aligned": self.aligned, "bitwise": self.bitwise}[level]
 
 
-def _both(trainer: str, rollout: str, *, cuda: bool = True) -> Choice:
-    return Choice(trainer=trainer, rollout=rollout, cuda=cuda, row_invariant=False)
+def _both(trainer: str, rollout: str) -> Choice:
+    return Choice(trainer=trainer, rollout=rollout, row_invariant=False)
 
 
-def _same(text: str, *, cuda: bool = False) -> Choice:
-    return Choice(trainer=text, rollout=text, cuda=cuda, row_invariant=True)
+def _same(text: str) -> Choice:
+    return Choice(trainer=text, rollout=text, row_invariant=True)
 
 
-_NORM = _same("sum of squares in 16 fixed FP32 lanes, weight applied in FP32, one rounding to BF16")
+_NORM = _same("sum of squares in a fixed FP32 order (16 lanes on the CPU), weight applied in FP32, one rounding to BF16")
+_PRODUCT = _same("FP32 logits, every sum over K in order (CPU), in one tile shape for any number of rows (GPU)")
 _TABLE = (
     Cause(
         name="rms_norm",
@@ -75,7 +74,7 @@ _TABLE = (
         links=("post_attention_norm", "input_norm", "final_norm"),
         choices={
             "native": _both("normalises the BF16 sum", "normalises the FP32 sum before it is rounded (CPU); the BF16 sum (GPU)"),
-            "shared": _same("normalises the BF16 sum", cuda=True),
+            "shared": _same("normalises the BF16 sum"),
         },
         aligned="shared",
         bitwise="shared",
@@ -106,7 +105,9 @@ _TABLE = (
             "native": _both(
                 "scaled_dot_product_attention (CPU), varlen flash attention (GPU)", "vLLM's backend: another split when decoding"
             ),
-            "shared": _same("one query row at a time, keys in order, FP32 products, FP64 normaliser"),
+            "shared": _same(
+                "one query row at a time, keys in order, FP64 normaliser (CPU); FlashAttention 3 with one split of the keys (GPU)"
+            ),
         },
         aligned="native",
         bitwise="shared",
@@ -116,7 +117,7 @@ _TABLE = (
         links=("activation",),
         choices={
             "native": _both("silu(gate) rounded to BF16, then times up", "the same, vectorised differently"),
-            "shared": _same("silu of each BF16 value from one table, rounded; then times up, rounded"),
+            "shared": _same("silu rounded to BF16, from one table (CPU), of one formula (GPU); then times up, rounded"),
         },
         aligned="shared",
         bitwise="shared",
@@ -126,7 +127,7 @@ _TABLE = (
         links=("router_logits",),
         choices={
             "native": _both("FP32 logits of a BLAS product", "BF16 logits of a BLAS product"),
-            "shared": _same("FP32 logits, every sum over K in order"),
+            "shared": _PRODUCT,
         },
         aligned="shared",
         bitwise="shared",
@@ -188,7 +189,7 @@ _TABLE = (
         links=("logits",),
         choices={
             "native": _both("FP32 logits of a BLAS product", "FP32 logits of a BLAS product"),
-            "shared": _same("FP32 logits, every sum over K in order"),
+            "shared": _PRODUCT,
         },
         aligned="native",
         bitwise="shared",
@@ -198,7 +199,7 @@ _TABLE = (
         links=("log_probs",),
         choices={
             "native": _both("z - max - log(sum exp(z - max))", "torch.log_softmax"),
-            "shared": _same("torch.log_softmax", cuda=True),
+            "shared": _same("torch.log_softmax"),
         },
         aligned="shared",
         bitwise="shared",
@@ -208,7 +209,7 @@ _TABLE = (
         links=("log_probs",),
         choices={
             "native": _both("logits / number, which CUDA turns into a product with its inverse", "logits / tensor"),
-            "shared": _same("logits / FP32 tensor", cuda=True),
+            "shared": _same("logits / FP32 tensor"),
         },
         aligned="shared",
         bitwise="shared",
@@ -236,25 +237,6 @@ def choices_at(level: Level) -> dict[str, str]:
 def choices_of(numerics: "NumericsConfig") -> dict[str, str]:
     """Cause -> choice of a configuration: the level's, then the overrides."""
     return choices_at(numerics.alignment) | dict(numerics.alignment_overrides)
-
-
-def choices_on(numerics: "NumericsConfig", device_type: str) -> dict[str, str]:
-    """:func:`choices_of` on one ground (``cpu`` or ``cuda``): on a GPU ``aligned`` leaves ``native`` what is written for the CPU alone.
-
-    Raises:
-        ConfigError: on a GPU, ``bitwise`` or an override asks for such an operator.
-    """
-    choices = choices_of(numerics)
-    if device_type == "cpu":
-        return choices
-    missing = [name for name, choice in choices.items() if not CAUSES[name].choices[choice].cuda]
-    wanted = missing if numerics.alignment == "bitwise" else [name for name in missing if name in numerics.alignment_overrides]
-    if wanted:
-        raise ConfigError(
-            f"numerics.alignment is {numerics.alignment}, but on a GPU the shared operators of {', '.join(wanted)} are not implemented: "
-            "use run.backend: cpu, or numerics.alignment: aligned without overrides."
-        )
-    return choices | dict.fromkeys(missing, "native")
 
 
 def check_overrides(overrides: Mapping[str, str]) -> None:

@@ -42,7 +42,11 @@ class RolloutConfig(Section):
         "host memory; 2 both, as the next sync delivers all weights anew. Weights shared with the trainer always stay.",
     )
     max_num_seqs: int = Field(default=128, ge=1, description="Sequences decoded together.")
-    enforce_eager: bool = Field(default=True, description="Run without CUDA graphs and compilation.")
+    enforce_eager: bool = Field(
+        default=True,
+        description="Run without CUDA graphs and compilation. False allows both, or, where numerics.alignment shares operators, graphs of "
+        "decoding alone, since compiled code rounds differently.",
+    )
     moe_backend: Literal["deep_gemm", "triton"] = Field(default="deep_gemm", description="vLLM's FP8 MoE kernels on the GPU.")
     tensor_parallel: int = Field(default=1, ge=1, description="Engine tensor parallel size.")
     expert_parallel: bool = Field(

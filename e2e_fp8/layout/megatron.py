@@ -10,7 +10,8 @@ from e2e_fp8.layout.families import Fp8Predicate, HfTensor, LayerKind, ModelShap
 from e2e_fp8.layout.parallel import MegatronParallel, MegatronRank
 from e2e_fp8.layout.shards import Piece, ShardedParameter, joined, share, split_columns, split_rows, split_vocabulary, whole, window
 
-Spec = Literal["te", "local"]
+Spec = Literal["te", "te_norms", "local"]
+"""Names of Transformer Engine's layers; the same with norms beside the linears, not inside; names of Megatron's local layers."""
 QkvOrder = Literal["megatron", "engine"]
 
 _Tensors = Mapping[str, HfTensor]
@@ -28,8 +29,8 @@ def megatron_shards(
     """Every parameter of trainer rank ``rank``, in the order of its model chunks and layers.
 
     ``qkv_order`` is the order of rows in ``linear_qkv``: Megatron's own, by query group (q heads, k, v; q heads, k, v; ...), or
-    the engine's, ``[Q | K | V]`` within each rank. ``spec`` chooses between the names of Transformer Engine's layers and of
-    Megatron's local ones. The router's ``expert_bias`` is a buffer in Megatron and listed like a parameter.
+    the engine's, ``[Q | K | V]`` within each rank. ``spec`` chooses the names. The router's ``expert_bias`` is a buffer in Megatron and
+    listed like a parameter.
 
     Raises:
         LayoutError: the model is unknown, or its sizes do not divide by the parallel sizes.
@@ -172,8 +173,8 @@ def _latent_attention(tensors: _Tensors, parallel: MegatronParallel, place: Mega
         down = tensors["self_attn.q_a_proj.weight" if side == "q" else "self_attn.kv_a_proj_with_mqa.weight"]
         name = f"self_attention.linear_{ours}_down_proj.weight"
         # Transformer Engine's layer is a duplicate on every rank, the local one is column-parallel with a gather
-        yield whole(name, down) if spec == "te" else split_rows(name, [down], index, size)
-        norm = f"linear_{ours}_up_proj.layer_norm_weight" if spec == "te" else f"{ours}_layernorm.weight"
+        yield whole(name, down) if spec != "local" else split_rows(name, [down], index, size)
+        norm = f"linear_{ours}_up_proj.layer_norm_weight" if spec != "local" else f"{ours}_layernorm.weight"
         yield whole(f"self_attention.{norm}", tensors[f"self_attn.{side}_a_layernorm.weight"])
         yield split_rows(f"self_attention.linear_{ours}_up_proj.weight", [tensors[f"self_attn.{side}_b_proj.weight"]], index, size)
     yield split_columns("self_attention.linear_proj.weight", tensors["self_attn.o_proj.weight"], index, size)
@@ -188,6 +189,6 @@ def _swiglu(name: str, hf_module: str, tensors: _Tensors, index: int, size: int,
 def _expert(
     local: int, expert: int, tensors: _Tensors, parallel: MegatronParallel, place: MegatronRank, spec: Spec
 ) -> Iterator[ShardedParameter]:
-    name, suffix = ("mlp.experts", str(local)) if spec == "te" else (f"mlp.experts.local_experts.{local}", "")
+    name, suffix = ("mlp.experts", str(local)) if spec != "local" else (f"mlp.experts.local_experts.{local}", "")
     for one in _swiglu(name, f"mlp.experts.{expert}", tensors, place.expert_tensor, parallel.expert_tensor_size, suffix):
         yield ShardedParameter(one.name, one.shape, one.parts, one.fp8, one.kind, expert=expert)

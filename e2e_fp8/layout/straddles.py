@@ -173,7 +173,7 @@ class _Findings:
         """Take in all copies into one parameter of one rank."""
         target, owners = stencils[0].target, _Owners()
         for one in stencils:
-            for reason in (engine_refusal(target, tensors, plan.rollout), trainer_refusal(one.source) if plan.spec == "te" else None):
+            for reason in (engine_refusal(target, tensors, plan.rollout), trainer_refusal(one.source) if plan.spec != "local" else None):
                 if reason:
                     self.refusals[reason] = None
             source = (one.holders, one.source.name)

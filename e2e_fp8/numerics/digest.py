@@ -23,7 +23,7 @@ word costs about 25 instructions in machine code.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,31 +73,77 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
         ValueError: a tensor of more than 16 GiB, or on a device that is neither CPU nor CUDA.
         UserError: CUDA tensors where Triton is not installed.
     """
-    members: dict[torch.device, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        members[tensor.device].append(index)
-    digests = [0] * len(tensors)
-    for device, indices in members.items():
-        for index, digest in zip(indices, _digests_on(device, [tensors[i] for i in indices]), strict=True):
-            digests[index] = digest
-    return digests
+    return DigestPlan(tensors).run().tolist()
 
 
-def _digests_on(device: torch.device, tensors: list[torch.Tensor]) -> list[int]:
-    # The second of each pair owns the memory that the first describes.
-    described = [_rows_of(tensor) for tensor in tensors]
-    rows = [row for row, _ in described]
-    if device.type == "cpu":
-        from e2e_fp8.numerics.digest_cpu import lane_sums
-    elif device.type == "cuda":
-        from e2e_fp8.numerics.digest_cuda import lane_sums
-    else:
-        raise ValueError(f"digests are computed on CPU and CUDA tensors, not on {device}")
-    sums = lane_sums(rows, device)
-    lengths = np.array([row.num_bytes for row in rows], dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        totals = sums[:, 0].astype(np.uint64) + (sums[:, 1].astype(np.uint64) << np.uint64(32)) + lengths * np.uint64(LENGTH_MUL)
-    return totals.tolist()
+class DigestPlan:
+    """Digests of tensors that stay where they are: described once, on a GPU with the tables there, and run any number of times.
+
+    It keeps the tensors alive. Those that have to be copied first are copied at every run.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Errors as of :func:`tensor_digests`."""
+        members: dict[torch.device, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            members[tensor.device].append(index)
+        self._count = len(tensors)
+        self._parts = [(indices, _DevicePart(device, [tensors[i] for i in indices])) for device, indices in members.items()]
+
+    def run(self) -> np.ndarray:
+        """uint64 ``[tensors]``: digests of the bytes as they are now."""
+        digests = np.zeros(self._count, dtype=np.uint64)
+        for indices, part in self._parts:
+            digests[indices] = part.digests()
+        return digests
+
+
+class RepeatedDigests:
+    """Digests of one sequence of tensors, sync after sync: its plan is kept while it is the same object and no tensor has moved."""
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._addresses: list[int] = []
+        self._plan = DigestPlan(())
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        """uint64 ``[tensors]``; errors as of :func:`tensor_digests`."""
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        if tensors is not self._tensors or addresses != self._addresses:
+            self._plan, self._tensors, self._addresses = DigestPlan(tensors), tensors, addresses
+        return self._plan.run()
+
+
+class _DevicePart:
+    """The tensors of a plan that are on one device; held, since the description has addresses alone."""
+
+    def __init__(self, device: torch.device, tensors: list[torch.Tensor]) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"digests are computed on CPU and CUDA tensors, not on {device}")
+        self._device, self._tensors = device, tensors
+        # The second of each pair owns the memory that the first describes.
+        described = [_rows_of(tensor) for tensor in tensors]
+        self._lengths = np.array([row.num_bytes for row, _ in described], dtype=np.uint64)
+        in_place = all(owner is tensor for (_, owner), tensor in zip(described, tensors, strict=True))
+        self._sums = self._prepared([row for row, _ in described]) if in_place else None
+
+    def _prepared(self, described: list[Rows]) -> Callable[[], np.ndarray]:
+        if self._device.type == "cpu":
+            from e2e_fp8.numerics.digest_cpu import prepared_sums
+        else:
+            from e2e_fp8.numerics.digest_cuda import prepared_sums
+        return prepared_sums(described, self._device)
+
+    def digests(self) -> np.ndarray:
+        """uint64 ``[tensors]``, as the bytes are now."""
+        if self._sums is not None:
+            lanes = self._sums()
+        else:
+            described = [_rows_of(tensor) for tensor in self._tensors]
+            lanes = self._prepared([row for row, _ in described])()
+        with np.errstate(over="ignore"):
+            high = lanes[:, 1].astype(np.uint64) << np.uint64(32)
+            return lanes[:, 0].astype(np.uint64) + high + self._lengths * np.uint64(LENGTH_MUL)
 
 
 def _rows_of(tensor: torch.Tensor) -> tuple[Rows, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Lane sums of digests on the CPU: compiled loops, single-threaded and free of the GIL. Imported on first use."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numba
 import numpy as np
@@ -67,7 +68,12 @@ def _sum_bytes(raw, rows, row_bytes, row_stride, position, sums):  # pragma: no 
                 word = np.uint32(0)
 
 
-def lane_sums(described: Sequence[Rows], device: torch.device) -> np.ndarray:
+def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], np.ndarray]:
+    """As of :mod:`digest_cuda`; there is nothing to prepare on a CPU."""
+    return partial(_lane_sums, described)
+
+
+def _lane_sums(described: Sequence[Rows]) -> np.ndarray:
     """uint32 ``[len(described), 2]``: the sums of both lanes of each; the memory must be alive."""
     sums = np.zeros((len(described), 2), dtype=np.uint32)
     for tensor, total in zip(described, sums, strict=True):

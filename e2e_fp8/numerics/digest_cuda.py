@@ -108,15 +108,22 @@ def _sum_bytes(table_ptr, piece_ptr, sums_ptr, BLOCK: tl.constexpr):
     _add_lanes(word, (first_word + local).to(tl.uint32), local * 4 < num_bytes, True, sums_ptr, slot)
 
 
-def lane_sums(described: Sequence[Rows], device: torch.device) -> np.ndarray:
-    """uint32 ``[len(described), 2]``: the sums of both lanes of each; the memory must be alive."""
-    groups = _grouped(described)
+def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], np.ndarray]:
+    """Each call: uint32 ``[len(described), 2]``, the sums of both lanes of each; the memory must be alive then."""
     sums = torch.zeros(len(described), 2, dtype=torch.int32, device=device)
     # The guard makes the tensors' device the one that Triton launches on.
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        for kind, pieces in groups.items():
-            prepared(kind, pieces, sums)()
-    return sums.cpu().numpy().view(np.uint32)
+    guard = torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+    with guard:
+        launches = [prepared(kind, pieces, sums) for kind, pieces in _grouped(described).items()]
+
+    def lane_sums() -> np.ndarray:
+        with guard:
+            sums.zero_()
+            for launch in launches:
+                launch()
+            return sums.cpu().numpy().view(np.uint32)
+
+    return lane_sums
 
 
 def _grouped(described: Sequence[Rows]) -> dict[str, list[tuple[int, ...]]]:

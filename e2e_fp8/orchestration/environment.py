@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.beside import fp8_models
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
@@ -38,22 +38,43 @@ def resolve_backend(cfg: Config) -> Config:
     return cfg.model_copy(update={"run": cfg.run.model_copy(update={"backend": chosen})})
 
 
+SMALL_VOCABULARY = 1024
+"""Up to so many logits, torch's log_softmax on a GPU is one warp a row, whatever its place in memory."""
+
+
 def check_alignment_on_cuda(cfg: Config) -> None:
     """Refuse what ``numerics.alignment`` cannot keep on a GPU.
 
     Raises:
-        ConfigError: a shared operator is written for the CPU ground only, or vLLM's kernels would not be the trainer's.
+        ConfigError: vLLM's kernels would not be the trainer's, or a row's bits would depend on the rows beside it.
     """
-    choices_on(cfg.numerics, "cuda")
-    level = cfg.numerics.alignment
+    from e2e_fp8.numerics.row_attention_cuda import HEAD_WIDTHS, fits_head_width
+
+    level, head_dim = cfg.numerics.alignment, cfg.model.head_dim
+    if choices_of(cfg.numerics)["attention"] != "native" and not fits_head_width(head_dim):
+        raise ConfigError(
+            f"numerics.alignment is {level}, but model.head_dim is {head_dim}, and a GPU's shared attention takes head widths "
+            f"{HEAD_WIDTHS}: choose one, or set numerics.alignment_overrides.attention to native."
+        )
     if level != "fast" and cfg.model.is_moe and cfg.rollout.moe_backend != "deep_gemm":
         raise ConfigError(
             f"numerics.alignment is {level}, but rollout.moe_backend is {cfg.rollout.moe_backend}, whose sums differ from the "
             "trainer's grouped products: set it to deep_gemm."
         )
-    if level != "fast" and not cfg.rollout.enforce_eager:
+    if level == "bitwise":
+        check_log_softmax_rows(cfg.model.vocab_size)
+
+
+def check_log_softmax_rows(vocab_size: int) -> None:
+    """Refuse a vocabulary whose rows of logits torch would sum in an order that depends on the row.
+
+    Raises:
+        ConfigError: rows are long and not multiples of 16 bytes.
+    """
+    if vocab_size > SMALL_VOCABULARY and vocab_size % 4:
         raise ConfigError(
-            f"numerics.alignment is {level}, but rollout.enforce_eager is false and compiled fusions round differently: set it."
+            f"numerics.alignment is bitwise, but model.vocab_size is {vocab_size}: on a GPU torch sums a row of logits in an order that "
+            "depends on its place in memory unless rows are multiples of 16 bytes, so make it a multiple of 4."
         )
 
 

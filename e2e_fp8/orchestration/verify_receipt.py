@@ -18,6 +18,7 @@ from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.ranks.shares import grid_of, whole_masters
 from e2e_fp8.orchestration.receipts import read_records, read_table
 from e2e_fp8.orchestration.run_folder import load_run_config
+from e2e_fp8.orchestration.verify_pieces import piece_manifest
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, differences, is_covered, manifest_of
 from e2e_fp8.training.weights import hf_shapes
 from e2e_fp8.types import ExportedTensor
@@ -74,6 +75,8 @@ def verify(run_dir: Path, step: int, checkpoint: Path | None = None) -> Verifica
         tensors, source = _hf_folder(checkpoint), str(checkpoint)
     else:
         tensors, source = _own_checkpoint(run_dir, cfg, step, records[0]["policy_version"])
+    if records[0]["covered"] == "pieces":
+        return _verify_pieces(records, tables, tensors, source, cfg)
     held = _records_by_tensor(tensors)
     ranks = [_compare(record, table, held) for record, table in zip(records, tables, strict=True)]
     covered = {name for name, t in held.items() if any(is_covered(r["covered"], name, t.dtype) for r in records)}
@@ -91,11 +94,6 @@ def _records_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
     if any("rank" not in r for r in of_step):
         raise UserError(
             f"The receipts of {run_dir} are of an older version of e2e-fp8, whose digests were others; verify with that version."
-        )
-    if any(r["covered"] == "pieces" for r in of_step):
-        raise UserError(
-            f"The receipt of step {step} of {run_dir} names pieces, as trainer ranks sent them (sync.transport=ranks), and a checkpoint "
-            "holds whole tensors: there is nothing to compare. Use another transport for runs that have to be verified later."
         )
     return list({r["rank"]: r for r in of_step}.values())
 
@@ -123,9 +121,24 @@ def _records_by_tensor(tensors: Iterator[ExportedTensor]) -> dict[str, TensorRec
 
 def _compare(record: dict[str, Any], table: Manifest | None, held: dict[str, TensorRecord]) -> RankVerification:
     covered = {name: tensor for name, tensor in held.items() if is_covered(record["covered"], name, tensor.dtype)}
-    actual = Manifest(tensors=covered, covered=record["covered"], rank=record["rank"])
+    actual = Manifest.of_records(covered, covered=record["covered"], rank=record["rank"])
     different = differences(table, actual) if table is not None else {}
     return RankVerification(record=record, combined=actual.combined, per_tensor=table is not None, different=different)
+
+
+def _verify_pieces(
+    records: list[dict[str, Any]], tables: list[Manifest | None], tensors: Iterator[ExportedTensor], source: str, cfg: Config
+) -> Verification:
+    """A receipt of ``sync.transport=ranks``: one record, whose pieces are of all engine ranks."""
+    (record,), (table,) = records, tables
+    if table is None:
+        raise UserError(
+            f"The receipt of step {record['step']} names pieces, as trainer ranks sent them (sync.transport=ranks), and the run kept no "
+            "table of that step that says which: verify a step that has a checkpoint, or the last one."
+        )
+    actual, others = piece_manifest(table, tensors, cfg)
+    rank = RankVerification(record=record, combined=actual.combined, per_tensor=True, different=differences(table, actual))
+    return Verification(source=source, ranks=[rank], not_covered=others)
 
 
 def _hf_folder(folder: Path) -> Iterator[ExportedTensor]:

@@ -25,7 +25,7 @@ from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.point_to_point import transfer_plan
 from e2e_fp8.sync.publisher import PublishReport
 from e2e_fp8.sync.rank_publisher import RankPublisher
-from e2e_fp8.sync.receipt import Manifest, check_receipt, manifest_of
+from e2e_fp8.sync.receipt import Manifest, ManifestSeries, check_receipt, manifest_of
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.types import ExportedTensor
 
@@ -155,8 +155,8 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
     delivered = time.perf_counter()
     receipt = None
     if cfg.sync.receipt:
-        receipt = manifest_of(rollout.read_back(), covered=rollout.covered)
-        check_receipt(manifest_of(tensors, covered=rollout.covered), receipt, policy_version=trainer.policy_version)
+        receipt = _receipts_of(rollout).of(rollout.read_back(), covered=rollout.covered)
+        check_receipt(_receipts_of(trainer).of(tensors, covered=rollout.covered), receipt, policy_version=trainer.policy_version)
     return SyncReport(
         policy_version=trainer.policy_version,
         num_bytes=num_bytes,
@@ -164,6 +164,14 @@ def sync_weights(trainer: MegatronEngine, rollout: VllmEngine, cfg: Config, scra
         receipt_seconds=time.perf_counter() - delivered,
         receipt=receipt,
     )
+
+
+_RECEIPTS: "WeakKeyDictionary[object, ManifestSeries]" = WeakKeyDictionary()
+"""What the receipts of a trainer or an engine have in common."""
+
+
+def _receipts_of(side: MegatronEngine | VllmEngine) -> ManifestSeries:
+    return _RECEIPTS.setdefault(side, ManifestSeries())
 
 
 def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: Config) -> SyncReport:
@@ -179,7 +187,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         report = _published_by_ranks(trainer, rollout, cfg)
     else:
         assert rollout is not None
-        report = rollout.publish(exported_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt)
+        report = rollout.publish(settled_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt)
     return SyncReport(
         policy_version=report.policy_version,
         num_bytes=report.num_bytes,

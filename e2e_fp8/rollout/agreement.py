@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import CAUSES, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.validation import linear_modules
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
+from e2e_fp8.rollout.live_operators import SAMPLER_CAUSES, live_operators
 from e2e_fp8.rollout.router_gate import engine_precision, live_precision
 from e2e_fp8.rollout.shared_operators import engine_choices
 
@@ -22,6 +23,10 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _EXPERTS = ".mlp.experts"
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 """Without scales of their own: nobody delivers those of a quantized cache, and sleep loses them."""
+_WEIGHT_ONLY = ("MARLIN", "HUMMING")
+"""Kernels that do not compute what the trainer does, whatever the plan says."""
+_REMEDIES = dict.fromkeys(SAMPLER_CAUSES, "Set VLLM_USE_V2_MODEL_RUNNER=0 for it, or start it with the run's additional_config.")
+"""Cause -> what to do about a layer with another operator than planned."""
 _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
@@ -52,8 +57,8 @@ def plan_digest(facts: Mapping[str, Any]) -> str:
 def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, Any]:
     """What a worker computes with, as JSON values: ``plan`` (live facts, as :func:`planned_facts`) and ``plan_digest``,
     ``kernels`` (quantization method and kernel -> number of layers), ``device``, ``device_uuid``, ``capability``,
-    ``environment`` (the switches that change numerics), ``alignment`` (cause -> choice),
-    ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
+    ``environment`` (the switches that change numerics), ``alignment`` (cause -> choice), ``operators`` (what is live, by cause, see
+    :func:`e2e_fp8.rollout.live_operators.live_operators`), ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
     plan = _live_plan(model, vllm_config, device)
     cuda = device.type == "cuda"
     index = torch.cuda.current_device() if cuda else 0
@@ -67,6 +72,7 @@ def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device)
         "capability": list(torch.cuda.get_device_capability(index)) if cuda else [],
         "environment": {name: os.environ[name] for name in NUMERIC_SWITCHES if name in os.environ},
         "alignment": engine_choices(vllm_config),
+        "operators": live_operators(model, vllm_config, device),
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "pid": os.getpid(),
@@ -133,7 +139,7 @@ def _kernel_of(module: torch.nn.Module) -> str | None:
 def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
     """Compare the trainer's plan with what every worker reported.
 
-    Raises EngineError with one sentence for the first disagreement: device, switch, scale rounding, module, head; and
+    Raises EngineError with one sentence for the first disagreement: device, switch, scale rounding, module, head, kernel; and
     ConfigError for a switch that contradicts the configuration.
     """
     planned = planned_facts(cfg)
@@ -162,15 +168,54 @@ def check_agreement(cfg: Config, workers: Sequence[Mapping[str, Any]]) -> None:
         _check_alignment(cfg, worker, where)
         check_environment(cfg, worker["environment"], device=worker["device"])
         _check_plan(planned, worker["plan"], where)
+        _check_kernels(workers[0]["kernels"], worker["kernels"], where)
 
 
 def _check_alignment(cfg: Config, worker: Mapping[str, Any], where: str) -> None:
-    planned = choices_on(cfg.numerics, worker["device"])
+    planned = choices_of(cfg.numerics)
     for name, choice in planned.items():
         if worker["alignment"][name] != choice:
             raise EngineError(
                 f"numerics.alignment={cfg.numerics.alignment} asks for {name}={choice}, but {where} was started with "
                 f"{worker['alignment'][name]}: pass the run's additional_config to vLLM."
+            )
+    if worker["device"] == "cuda":
+        _check_operators(planned, worker["operators"], where, is_moe=cfg.model.is_moe)
+
+
+def _check_operators(planned: Mapping[str, str], live: Mapping[str, Mapping[str, Any]], where: str, *, is_moe: bool) -> None:
+    """Every layer of a GPU worker has the operator that its cause's choice says."""
+    for name, choice in planned.items():
+        # vLLM multiplies by the router's probabilities where the shared operator does
+        in_engine = name != "router_probabilities" and (is_moe or not CAUSES[name].moe_only)
+        if choice != "native" and in_engine and name not in live:
+            raise EngineError(f"numerics.alignment asks for {name}={choice}, but {where} reports no layer that could have it.")
+    for name, operators in live.items():
+        wanted = "native" if planned[name] == "native" else "shared"
+        if wanted == "native" and name in SAMPLER_CAUSES:
+            # vLLM's own choice of a model runner may be the one that shares them
+            continue
+        other = "shared" if wanted == "native" else "native"
+        if count := operators[other]:
+            layers = ", ".join(operators[f"{other}_at"]) + (" and others" if count > len(operators[f"{other}_at"]) else "")
+            raise EngineError(
+                f"numerics.alignment asks for {name}={planned[name]}, but {count} layers at {where} have their {other} operator: {layers}. "
+                f"{_REMEDIES.get(name, f'Set numerics.alignment_overrides.{name} to native.')}"
+            )
+
+
+def _check_kernels(first: Mapping[str, int], kernels: Mapping[str, int], where: str) -> None:
+    for kernel, layers in kernels.items():
+        if any(name in kernel.upper() for name in _WEIGHT_ONLY):
+            raise EngineError(
+                f"{where} serves {layers} layers with {kernel}, which repacks FP8 weights and multiplies BF16 activations: unset "
+                "VLLM_TEST_FORCE_FP8_MARLIN, and leave rollout.moe_backend at deep_gemm."
+            )
+    for kernel in sorted(first.keys() | kernels.keys()):
+        if first.get(kernel, 0) != kernels.get(kernel, 0):
+            raise EngineError(
+                f"{where} serves {kernels.get(kernel, 0)} layers with {kernel}, rollout rank 0 {first.get(kernel, 0)}: start all ranks "
+                "with one vLLM, on the same kind of device, in the same environment."
             )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.rollout.engine_layout import TensorSlot, check_delivery
-from e2e_fp8.sync.copies import named_once
+from e2e_fp8.sync.settled import NamedTensors
 from e2e_fp8.types import ExportedTensor
 
 
@@ -25,30 +25,24 @@ class Delivery:
 
 
 class Deliveries:
-    """Checks deliveries against the model. A tuple that comes again is compared by addresses alone: about 0.05 us a tensor."""
+    """Checks deliveries against the model, those that come again (see :class:`NamedTensors`) by their addresses alone."""
 
     def __init__(self, layout: Sequence[TensorSlot], in_place: Callable[[TensorSlot], bool]) -> None:
         """``in_place`` says of a slot whether vLLM keeps it as the checkpoint does."""
         self._layout = list(layout)
         self._placed = {slot.name for slot in layout if in_place(slot)}
-        self._entries: tuple[ExportedTensor, ...] | None = None
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._last = Delivery()
+        self._named = NamedTensors()
+        self._last: tuple[Mapping[str, torch.Tensor], Delivery] | None = None
 
     def of(self, tensors: Iterable[ExportedTensor]) -> Delivery:
         """Raises EngineError, before anything is written, when the tensors are not exactly the model's."""
-        if tensors is self._entries and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
-            return replace(self._last, settled=True)
-        delivery = self.checked(named_once(tensors if isinstance(tensors, tuple) else list(tensors)))
-        self._entries = None
-        # What comes otherwise than as a tuple is made for this update alone, and to remember it would keep it alive.
-        if isinstance(tensors, tuple):
-            self._entries, self._last = tensors, delivery
-            self._tensors = [entry.tensor for entry in tensors]
-            self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
-        else:
-            self._tensors, self._addresses, self._last = [], [], Delivery()
+        named = self._named.of(tensors)
+        if self._last is not None and named is self._last[0]:
+            return replace(self._last[1], settled=True)
+        self._last = None
+        delivery = self.checked(named)
+        if self._named.keeps(named):
+            self._last = named, delivery
         return delivery
 
     def checked(self, named: Mapping[str, torch.Tensor]) -> Delivery:

@@ -187,15 +187,20 @@ class VllmEngine:
         return [request.outputs[0] for request, _ in finished], _cached_tokens(finished)
 
     def set_alignment(self, choices: Mapping[str, str]) -> None:
-        """Give the live engine the operators of ``choices`` (cause -> choice, e2e_fp8.config.alignment), between requests; CPU only.
+        """Give the live engine the operators of ``choices`` (cause -> choice, e2e_fp8.config.alignment), between requests.
 
-        For studies of single causes without a start for each. Raises EngineError when the engine cannot have one.
+        For studies of single causes without a start for each. Raises EngineError when the engine cannot have one, or replays CUDA graphs,
+        which keep the operators that they were captured with.
         """
         from e2e_fp8.rollout.shared_operators import share_operators
 
+        vllm_config, device = self._llm.llm_engine.vllm_config, torch.device(self.device)
+        if not vllm_config.model_config.enforce_eager:
+            raise EngineError("The engine runs CUDA graphs, which keep their operators: start it with rollout.enforce_eager.")
+
         def change() -> None:
             self._llm.reset_prefix_cache()
-            self._llm.apply_model(lambda model: share_operators(model, choices, torch.device(self.device)))
+            self._llm.apply_model(lambda model: share_operators(model, vllm_config, device, choices))
 
         self._thread.run("change of operators", self.cfg.rollout.timeout_s, change)
 

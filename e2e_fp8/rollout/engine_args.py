@@ -1,16 +1,29 @@
 """What a run's configuration means as arguments of vLLM, in process and as a server."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_on
+from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.rollout.router_gate import router_options
 
 
+def compilation_config(choices: Mapping[str, str], device: str) -> dict[str, Any]:
+    """vLLM's compilation; with an operator shared with the trainer, CUDA graphs of decoding alone, which replay the same kernels.
+
+    Compiled code fuses operators and so rounds differently. ``rollout.enforce_eager`` turns graphs off as well.
+    """
+    # These passes quantize inside other kernels and drop the configured rounding of scales.
+    config: dict[str, Any] = {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
+    if device == "cuda" and any(choice != "native" for choice in choices.values()):
+        config |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return config
+
+
 def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8: bool) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for a run; a pure function of its inputs."""
-    rollout = cfg.rollout
+    rollout, choices = cfg.rollout, choices_of(cfg.numerics)
     args: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
@@ -30,13 +43,12 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         "hf_overrides": {"head_dtype": cfg.numerics.head_dtype},
         "weight_transfer_config": {"backend": "e2e_fp8_local"},
         "enable_return_routed_experts": is_moe and rollout.capture_routed_experts,
-        # These passes quantize inside other kernels and drop the configured rounding of scales.
-        "compilation_config": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
+        "compilation_config": compilation_config(choices, device),
         "additional_config": {
             "e2e_fp8": {
                 "power_2_scale": cfg.numerics.activation_power_2_scale,
                 "amax_epsilon": cfg.numerics.amax_epsilon,
-                ALIGNMENT_KEY: choices_on(cfg.numerics, device),
+                ALIGNMENT_KEY: choices,
                 **router_options(cfg),
             },
         },

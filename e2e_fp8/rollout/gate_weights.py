@@ -70,6 +70,7 @@ def _record_weights_of(router: Any, layer_id: int, capturer: GateWeightCapturer)
         record(weights_Mk)
         return weights_Mk, ids_Mk
 
+    compute_routing.__wrapped__ = inner  # type: ignore[attr-defined]
     router._compute_routing = compute_routing
     setattr(router, WEIGHT_RECORDER, record)
 

@@ -16,12 +16,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from e2e_fp8.errors import EngineError, LayoutError
 from e2e_fp8.layout import EngineParallel
-from e2e_fp8.numerics.digest import tensor_digests
+from e2e_fp8.numerics.digest import RepeatedDigests, tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
 from e2e_fp8.rollout.rank_filling import RankFiller
 from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
-from e2e_fp8.rollout.shared_operators import engine_choices, share_operators
+from e2e_fp8.rollout.shared_operators import share_operators
 from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveParameters, Loader
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
@@ -59,7 +59,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         """Raises ConfigError without a token when the server's control routes are on, EngineError for a model it cannot lay out."""
         super().__init__(config, vllm_config, device, model)
         require_token_for_dev_routes()
-        share_operators(model, engine_choices(vllm_config), device)
+        share_operators(model, vllm_config, device)
         hf_config = self.model_config.hf_config
         self.hf_config: dict[str, Any] = hf_config.to_dict()
         if hasattr(hf_config, "num_experts"):
@@ -97,6 +97,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._captures = False
         self._shown: tuple[tuple, list[torch.Tensor]] = ((), [])
         self._table = PartTable(())
+        self._digests = RepeatedDigests()
 
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
@@ -204,7 +205,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         parts = (*(slot.part for slot in slots), *self._arrived)
         if self._table.parts != parts:
             self._table = PartTable(parts)
-        digests = tensor_digests(self._live(slots)) + list(self._arrived.values())
+        digests = [*self._digests.of(self._live(slots)).tolist(), *self._arrived.values()]
         answer = {"table": self._table.digest, "digests": encode_digests(digests)}
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ class ServerEngine:
             decode=self.decode,
         )
 
-    def publish(self, tensors: Iterator[ExportedTensor], *, policy_version: int, receipt: bool) -> PublishReport:
+    def publish(self, tensors: Iterable[ExportedTensor], *, policy_version: int, receipt: bool) -> PublishReport:
         """Deliver a complete set of weights, and with ``receipt`` compare bytes at every rank before generation goes on.
 
         Raises EngineError when the server refuses or dies, ByteMismatchError when its bytes are not the given ones.

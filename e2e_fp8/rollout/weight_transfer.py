@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, _place_kernel_tensors, get_layerwise_info
 
-from e2e_fp8.rollout.shared_operators import engine_choices, share_operators
+from e2e_fp8.rollout.shared_operators import share_operators
 
 BACKEND = "e2e_fp8_local"
 """Name under which the in-process engine is registered with vLLM's ``WeightTransferEngineFactory``."""
@@ -94,7 +94,7 @@ class LocalWeightTransferEngine(WeightTransferEngine[LocalInitInfo, LocalUpdateI
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         # vLLM makes this object as soon as the model is loaded, in whichever process that is.
-        share_operators(model, engine_choices(vllm_config), device)
+        share_operators(model, vllm_config, device)
 
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
         """No connection to make."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.numerics.digest import tensor_digests
-from e2e_fp8.sync.receipt import Manifest, TensorRecord, dtype_name, is_covered, manifest_of
+from e2e_fp8.numerics.digest import DigestPlan, RepeatedDigests, tensor_digests
+from e2e_fp8.sync.receipt import Manifest, TensorTable, dtype_name, is_covered, manifest_of
 from e2e_fp8.types import ExportedTensor
 
 
@@ -70,9 +70,13 @@ class RankReceipts:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], tables: Sequence[PartTable]) -> None:
         self.tables = tuple(tables)
-        covered = [name for name, tensor in tensors.items() if is_covered("fp8", name, dtype_name(tensor.dtype))]
-        self._records = [(n, dtype_name(tensors[n].dtype), tuple(tensors[n].shape), tensors[n].nbytes) for n in covered]
-        index = {Part(name=n, start=(0,) * len(shape), shape=shape): i for i, (n, _, shape, _) in enumerate(self._records)}
+        covered = {name: tensor for name, tensor in tensors.items() if is_covered("fp8", name, dtype_name(tensor.dtype))}
+        self._table = TensorTable({name: (dtype_name(t.dtype), tuple(t.shape), t.nbytes) for name, t in covered.items()})
+        shapes = [shape for _, shape, _ in self._table.described]
+        index = {
+            Part(name=name, start=(0,) * len(shape), shape=shape): i
+            for i, (name, shape) in enumerate(zip(self._table.names, shapes, strict=True))
+        }
         for part in dict.fromkeys(part for table in tables for part in table.parts):
             if part.name in tensors:
                 index.setdefault(part, len(index))
@@ -80,11 +84,23 @@ class RankReceipts:
         unknown = [part for table in tables for part in table.parts if part not in index]
         held = {part for table in tables for part in table.parts}
         self._comparable = not unknown and not _uncovered(tensors, held)
+        self._kept: Mapping[str, torch.Tensor] | None = None
+        self._slices: list[torch.Tensor] = []
+        self._digests = RepeatedDigests()
         self._positions = [np.array([index[p] for p in table.parts], dtype=np.int64) for table in tables] if self._comparable else []
 
-    def expected(self, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-        """uint64: digests of the trainer's own bytes, for :meth:`check`."""
-        return np.array(tensor_digests([part.of(tensors[part.name]) for part in self._parts]), dtype=np.uint64)
+    def expected(self, tensors: Mapping[str, torch.Tensor], *, kept: bool = False) -> np.ndarray:
+        """uint64: digests of the trainer's own bytes, for :meth:`check`.
+
+        ``kept``: the same mapping comes again in later syncs, so that its parts are remembered, and with them its memory.
+        """
+        if kept and tensors is self._kept:
+            return self._digests.of(self._slices)
+        slices = [part.of(tensors[part.name]) for part in self._parts]
+        if not kept:
+            return DigestPlan(slices).run()
+        self._kept, self._slices = tensors, slices
+        return self._digests.of(slices)
 
     def check(
         self, tensors: Mapping[str, torch.Tensor], expected: np.ndarray, ranks: Sequence[np.ndarray], *, policy_version: int
@@ -94,11 +110,7 @@ class RankReceipts:
         if not self._comparable or not all(same):
             named = [dict(zip(table.parts, map(int, digests), strict=True)) for table, digests in zip(self.tables, ranks, strict=True)]
             return check_ranks(tensors, named, policy_version=policy_version)
-        records = {
-            name: TensorRecord(dtype, shape, num_bytes, digest)
-            for (name, dtype, shape, num_bytes), digest in zip(self._records, expected.tolist(), strict=False)
-        }
-        return Manifest(tensors=records, covered="fp8")
+        return Manifest(table=self._table, digest_array=expected[: len(self._table.names)], covered="fp8")
 
 
 def _uncovered(tensors: Mapping[str, torch.Tensor], held: Iterable[Part]) -> list[str]:

@@ -6,7 +6,7 @@ publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unle
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
-from e2e_fp8.sync.copies import named_once
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
 from e2e_fp8.sync.receipt import Manifest
+from e2e_fp8.sync.settled import NamedTensors
 from e2e_fp8.types import ExportedTensor
 
 _UNCUT_BYTES = 1 << 62
@@ -108,6 +108,11 @@ class WeightPublisher:
             self._packing["alone_bytes"] = max_bucket_bytes // ALONE_FRACTION
         self._open = self._opener(transport, direct, host, timeout_s, folder, write_folder)
         self._sender: Sender | None = None
+        self._named = NamedTensors()
+        self._last: Mapping[str, torch.Tensor] | None = None
+        """The tensors of the last update, if they may come again."""
+        self._open_for: Mapping[str, torch.Tensor] | None = None
+        """Tensors for which the sender has been opened twice: it knows then that they stay where they are."""
         self._planned_last: tuple[tuple, UpdateManifest] | None = None
         self._tables: dict[str, PartTable] = {}
         self._receipts: RankReceipts | None = None
@@ -139,13 +144,14 @@ class WeightPublisher:
         """Deliver a complete set of weights and compare bytes; generation resumes only after both succeeded.
 
         Requests in flight finish under the old weights (``in_flight="wait"``) or are cut short (``"abort"``). A call after a
-        failed one, here or in a process that was killed, starts over.
+        failed one, here or in a process that was killed, starts over. The same tuple again, its tensors where they were, is known
+        again, which saves naming, planning and opening.
 
         Raises:
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
-        named = named_once(tensors)
+        named = self._named.of(tensors)
         clock = PhaseClock()
         manifest = self._planned(named, policy_version)
         clock.mark("plan")
@@ -164,6 +170,7 @@ class WeightPublisher:
             self._forget()
             raise
         compared = clock.total()
+        self._last = named if self._named.keeps(named) else None
         self.control.resume()
         clock.mark("resume")
         return PublishReport(
@@ -175,20 +182,23 @@ class WeightPublisher:
             phases=clock.seconds,
         )
 
-    def _planned(self, tensors: dict[str, torch.Tensor], policy_version: int) -> UpdateManifest:
+    def _planned(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> UpdateManifest:
         """The update's manifest; made anew only when names, dtypes or shapes are others than the last time."""
-        signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        if self._planned_last is None or self._planned_last[0] != signature:
-            manifest = plan_update(list(tensors.items()), policy_version=policy_version, **self._packing)
-            self._planned_last, self._receipts = (signature, manifest), None
+        if tensors is not self._last or self._planned_last is None:
+            signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+            if self._planned_last is None or self._planned_last[0] != signature:
+                manifest = plan_update(list(tensors.items()), policy_version=policy_version, **self._packing)
+                self._planned_last, self._receipts = (signature, manifest), None
         return self._planned_last[1].at_version(policy_version)
 
-    def _deliver(self, manifest: UpdateManifest, tensors: dict[str, torch.Tensor], in_flight: str, clock: PhaseClock) -> None:
+    def _deliver(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock) -> None:
         if not self.control.prepare(manifest):
             self._drop_sender()
         clock.mark("prepare")
         sender = self._sender = self._sender or self._open()
-        sender.open(manifest, tensors, self.control.open_channel)
+        if tensors is not self._open_for:
+            sender.open(manifest, tensors, self.control.open_channel)
+            self._open_for = tensors if tensors is self._last else None
         clock.mark("open")
         sender.stage(manifest, tensors)
         clock.mark("stage")
@@ -199,12 +209,12 @@ class WeightPublisher:
         sender.send(manifest, tensors, announce)
         clock.mark("send")
 
-    def _receipt(self, tensors: dict[str, torch.Tensor], policy_version: int, clock: PhaseClock) -> Manifest:
-        known = json.dumps(sorted(self._tables))
+    def _receipt(self, tensors: Mapping[str, torch.Tensor], policy_version: int, clock: PhaseClock) -> Manifest:
+        known, kept = json.dumps(sorted(self._tables)), self._named.keeps(tensors)
         with ThreadPoolExecutor(1) as caller:
             asked = caller.submit(self.client.collective, "receipt", known)
             # Both sides read their memory at once; what the ranks report on rarely changes.
-            expected = None if self._receipts is None else self._receipts.expected(tensors)
+            expected = None if self._receipts is None else self._receipts.expected(tensors, kept=kept)
             clock.mark("receipt: trainer")
             answers = asked.result()
         clock.mark("receipt: wait for the engine")
@@ -217,7 +227,7 @@ class WeightPublisher:
             self._receipts = RankReceipts(tensors, tables)
             expected = None
         if expected is None:
-            expected = self._receipts.expected(tensors)
+            expected = self._receipts.expected(tensors, kept=kept)
         ranks = [decode_digests(answer["digests"]) for answer in answers]
         try:
             proof = self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
@@ -235,7 +245,7 @@ class WeightPublisher:
     def _drop_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
+            self._sender = self._open_for = None
 
     def policy_version(self) -> int | None:
         """See :meth:`UpdateControl.policy_version`."""

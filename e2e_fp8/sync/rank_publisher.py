@@ -254,7 +254,7 @@ class RankPublisher:
                 f"trainer's: {', '.join(wrong[:_SHOWN])}{more} (parameter[rows,columns]@engine rank). Run `e2e-fp8 doctor` on both sides."
             )
         clock.mark("receipt: compare")
-        return Manifest(tensors={name: record for found_here, _ in found for name, record in found_here.items()}, covered="pieces")
+        return Manifest.of_records({name: record for found_here, _ in found for name, record in found_here.items()}, covered="pieces")
 
     def _drop_group(self) -> None:
         if self._group is not None:

@@ -5,6 +5,7 @@ length, ``Q`` that length.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,11 +16,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.typed_torch import apply_module
 
-from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.row_invariant import rotary_table
-from e2e_fp8.training.shared_functions import SharedAttention, SharedRotary
+from e2e_fp8.training.shared_functions import SharedAttention, SharedRotary, SharedVarlenAttention
 
 
 def sdpa_packed(q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, lengths: tuple[int, ...], softmax_factor: float):
@@ -136,9 +136,8 @@ class AttentionOperators:
     max_positions: int = 0
 
     @classmethod
-    def of(cls, cfg: Config) -> Self:
-        """The choices of a configuration."""
-        choices = choices_of(cfg.numerics)
+    def of(cls, cfg: Config, choices: Mapping[str, str]) -> Self:
+        """The choices of a ground."""
         return cls(
             shared_attention=choices["attention"] != "native",
             shared_rotary=choices["rotary"] != "native",
@@ -146,10 +145,14 @@ class AttentionOperators:
             max_positions=cfg.model.max_position_embeddings,
         )
 
-    def rotate(self, x_TND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """``x`` turned by the angles of each token's position."""
-        cos, sin = rotary_table(self.rotary_base, x_TND.size(-1), self.max_positions)
-        return SharedRotary.apply(x_TND, cos[positions_T], sin[positions_T])
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``query [T, N, D]`` and ``key [T, G, D]`` turned by the angles of each token's position in its sequence."""
+        tokens, device = query.size(0), query.device
+        starts_T = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=tokens)
+        positions_T = torch.arange(tokens, device=device) - starts_T
+        table = rotary_table(self.rotary_base, query.size(-1), self.max_positions, device if query.is_cuda else None)
+        cos_Td, sin_Td = (values[positions_T] for values in table)
+        return SharedRotary.apply(query, cos_Td, sin_Td), SharedRotary.apply(key, cos_Td, sin_Td)
 
 
 class PackedAttention(MegatronModule):
@@ -193,14 +196,14 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed_seq_params in thd format.")
         cu_seqlens = packed_seq_params.cu_seqlens_q
+        if self.operators.shared_rotary:
+            query, key = self.operators.rotate(query, key, cu_seqlens)
+        query, key = self.query_rotary(query), self.key_rotary(key)
         if query.is_cuda:
-            out = varlen_packed(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q), self.softmax_factor)
+            attend = SharedVarlenAttention.apply if self.operators.shared_attention else varlen_packed
+            out = attend(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q), self.softmax_factor)
         else:
-            lengths = tuple((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
-            if self.operators.shared_rotary:
-                positions_T = torch.cat([torch.arange(length) for length in lengths])
-                query, key = self.operators.rotate(query, positions_T), self.operators.rotate(key, positions_T)
-            query, key = self.query_rotary(query), self.key_rotary(key)
+            lengths = tuple(cu_seqlens.diff().tolist())
             if self.operators.shared_attention:
                 out = SharedAttention.apply(query, key, value, lengths, self.softmax_factor, sdpa_packed)
             else:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout.megatron import Spec
 from e2e_fp8.numerics.formats import TILE
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.patching import apply_all
@@ -24,7 +25,7 @@ class CpuGround:
 
     device = torch.device("cpu")
     process_group_backend = "gloo"
-    spec: Literal["te", "local"] = "local"
+    spec: Spec = "local"
     token_multiple = 1
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class CpuGround:
         spec.submodules.self_attention.module = EngineOrderSelfAttention  # pyright: ignore[reportAttributeAccessIssue]
         attention.linear_qkv = BlockFp8ColumnParallelLinear
         attention.linear_proj = BlockFp8RowParallelLinear
-        attention.core_attention = partial(PackedAttention, operators=AttentionOperators.of(cfg))
+        attention.core_attention = partial(PackedAttention, operators=AttentionOperators.of(cfg, choices))
         attention.q_layernorm = attention.k_layernorm = qk_norm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm  # pyright: ignore[reportAttributeAccessIssue]
         linears = MLPSubmodules(linear_fc1=BlockFp8ColumnParallelLinear, linear_fc2=BlockFp8RowParallelLinear)

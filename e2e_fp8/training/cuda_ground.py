@@ -5,12 +5,16 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.layout.megatron import Spec
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.training.ground import local_expert_weights
 from e2e_fp8.training.parallel import Parameter, local_device_index
@@ -24,10 +28,12 @@ class CudaGround:
     """Trains on one Hopper GPU; the FP8 bytes are the primary weights."""
 
     process_group_backend = "cpu:gloo,cuda:nccl"
-    spec: Literal["te", "local"] = "te"
     token_multiple = 128
 
     def __init__(self, cfg: Config) -> None:
+        self.choices = choices_of(cfg.numerics)
+        # Transformer Engine fuses a norm into the linear behind it
+        self.spec: Spec = "te" if self.choices["rms_norm"] == "native" else "te_norms"
         self.fp8 = cfg.numerics.training_precision == "fp8"
         self.power_2_scale = cfg.numerics.activation_power_2_scale
         self.weight_power_2_scale = cfg.numerics.weight_power_2_scale
@@ -91,16 +97,34 @@ class CudaGround:
         return {"fp8_recipe": "blockwise"} if self.fp8 else {}
 
     def layer_spec(self, cfg: Config, config: Any, chunk: int | None) -> Any:
-        """Megatron's Transformer Engine spec with PackedAttention."""
+        """Megatron's Transformer Engine spec with PackedAttention, and with what trainer and engine share in place of its own."""
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-        from e2e_fp8.training.attention import EngineOrderSelfAttention, PackedAttention
+        from e2e_fp8.training.attention import AttentionOperators, EngineOrderSelfAttention, PackedAttention
+        from e2e_fp8.training.shared_modules import mlp_builder, moe_builder, norm_builder
 
+        choices = self.choices
         experts = cfg.model.num_experts if cfg.model.is_moe else None
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=cfg.model.is_moe, qk_layernorm=True)
-        spec.submodules.self_attention.module = EngineOrderSelfAttention  # pyright: ignore[reportAttributeAccessIssue]
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention  # pyright: ignore[reportAttributeAccessIssue]
-        return spec
+        layer: Any = spec.submodules
+        attention: Any = layer.self_attention.submodules
+        layer.self_attention.module = EngineOrderSelfAttention
+        attention.core_attention = partial(PackedAttention, operators=AttentionOperators.of(cfg, choices))
+        mlp: Any = layer.mlp.keywords["submodules"]
+        if choices["qk_norm"] != "native":
+            attention.q_layernorm = attention.k_layernorm = norm_builder(choices["qk_norm"])
+        if choices["rms_norm"] != "native":
+            layer.input_layernorm = layer.pre_mlp_layernorm = norm_builder(choices["rms_norm"])
+            attention.linear_qkv = TEColumnParallelLinear
+            mlp = mlp if cfg.model.is_moe else replace(mlp, linear_fc1=TEColumnParallelLinear)
+        if cfg.model.is_moe:
+            layer.mlp = partial(moe_builder(choices), submodules=mlp)
+        else:
+            layer.mlp = partial(mlp_builder(choices).as_mlp_submodule, submodules=mlp)
+        final_norm: Any = TENorm if choices["final_norm"] == "native" else norm_builder(choices["final_norm"])
+        return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=final_norm)
 
     def arrange_parameters(self, model: torch.nn.Module) -> None:
         """Register each layer's experts last to first: Megatron fills its buffer from the last parameter, so they lie in order there."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError, ConfigError
@@ -64,7 +64,7 @@ class MegatronModel[Readout](ABC):
         check_supported(cfg)
         self.grid = RankGrid.of(cfg.training.parallel, world_size())
         self.ground = select_ground(cfg)
-        self._choices = choices_on(cfg.numerics, self.ground.device.type)
+        self._choices = choices_of(cfg.numerics)
         self.policy_version = 0
         with self.ground.scope():
             initialize_parallel_state(self.grid, self.ground)

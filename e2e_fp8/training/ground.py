@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from e2e_fp8.config.root import Config
+from e2e_fp8.layout.megatron import Spec
 from e2e_fp8.megatron_names import neutral_name
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 
@@ -22,7 +23,7 @@ class Ground(Protocol):
 
     device: torch.device
     process_group_backend: str
-    spec: Literal["te", "local"]
+    spec: Spec
     """Whose parameter names the model has, by the layout's names."""
     token_multiple: int
     """Packed token counts are padded to a multiple of this (1: no padding)."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
@@ -135,7 +135,7 @@ def _build_chunk(cfg: Config, ground: Ground, config: Any, index: int, value_hea
     from e2e_fp8.training.head import Fp32OutputLayer, ValueHead
     from e2e_fp8.training.router import set_router_precision
 
-    choices = choices_on(cfg.numerics, ground.device.type)
+    choices = choices_of(cfg.numerics)
     stage = index if cfg.training.parallel.virtual_pipeline > 1 else None
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(

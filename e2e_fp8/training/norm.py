@@ -1,4 +1,7 @@
-"""RMSNorm of the CPU ground, also under sequence parallelism, which Megatron's wrapper of torch's norm refuses."""
+"""RMSNorm of the CPU ground, and of both grounds where the engine shares it.
+
+Megatron's wrapper of torch's norm refuses sequence parallelism, which this one knows.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ def rms_norm(
         ConfigError: the configuration asks for another normalization.
     """
     if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-        raise ConfigError("The CPU ground has RMSNorm only, without zero-centred weights.")
+        raise ConfigError("The trainer has RMSNorm only, without zero-centred weights.")
     norm = norm_class(hidden_size, eps=eps)
     norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
     return norm

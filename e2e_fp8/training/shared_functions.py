@@ -1,7 +1,8 @@
 """Gradients of the operators that trainer and engine share (e2e_fp8.numerics.row_invariant).
 
 Forward is the shared operator, bit for bit. Backward is the derivative of the formula in FP32, rounded once to the dtype of the
-argument, or, for attention, torch's own backward of scaled_dot_product_attention at the same inputs. Legend: as row_invariant.
+argument, or, for attention, torch's own backward: of scaled_dot_product_attention at the same inputs on the CPU, of flash attention with
+the shared result and its logarithms on CUDA. Legend: as row_invariant.
 """
 
 from typing import Any
@@ -80,6 +81,51 @@ class SharedAttention(torch.autograd.Function):
         with torch.enable_grad():
             out = ctx.reference(*leaves, ctx.lengths, ctx.softmax_factor)
         return (*torch.autograd.grad(out, leaves, grads[0]), None, None, None)
+
+
+class SharedVarlenAttention(torch.autograd.Function):
+    """``row_invariant.packed_attention``; torch's flash attention, which knows no groups of heads, gives the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q_TND, k_TGD, v_TGD, cu_seqlens: torch.Tensor, longest: int, softmax_factor: float) -> torch.Tensor:
+        out_TND, lse_NT = row_invariant.packed_attention(q_TND, k_TGD, v_TGD, cu_seqlens, softmax_factor, longest)
+        ctx.save_for_backward(q_TND, k_TGD, v_TGD, out_TND, lse_NT, cu_seqlens)
+        ctx.longest, ctx.softmax_factor = longest, softmax_factor
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_TND, k_TGD, v_TGD, out_TND, lse_NT, cu_seqlens = ctx.saved_tensors
+        (tokens, heads, width), groups = q_TND.shape, k_TGD.shape[1]
+        k_TND, v_TND = (t.repeat_interleave(heads // groups, dim=1) for t in (k_TGD, v_TGD))
+        # of dropout, which is off
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q_TND.device), torch.empty(0, device=q_TND.device)
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q_TND, k_TND, v_TND, out_TND, lse_NT, cu_seqlens, cu_seqlens, ctx.longest, ctx.longest,
+            0.0, True, state, unused, scale=ctx.softmax_factor, window_size_left=-1, window_size_right=0,
+        )  # fmt: skip
+        grad_k, grad_v = (t.view(tokens, groups, -1, width).sum(2, dtype=torch.float32).to(k_TGD.dtype) for t in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+class SharedCombine(torch.autograd.Function):
+    """``row_invariant.combine`` of the rows ``rows_Mk``, which name every row of ``outputs_AH`` once."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs_AH: torch.Tensor, weights_Mk: torch.Tensor, rows_Mk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(outputs_AH, weights_Mk, rows_Mk)
+        return row_invariant.combine(outputs_AH, weights_Mk, rows_Mk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        outputs_AH, weights_Mk, rows_Mk = ctx.saved_tensors
+        grad_MH = grads[0].float()
+        grad_outputs, grad_weights = torch.empty_like(outputs_AH), torch.empty_like(weights_Mk)
+        for slot in range(weights_Mk.shape[1]):
+            rows_M = rows_Mk[:, slot]
+            grad_outputs[rows_M] = (grad_MH * weights_Mk[:, slot, None]).to(outputs_AH.dtype)
+            grad_weights[:, slot] = (grad_MH * outputs_AH[rows_M].float()).sum(-1)
+        return grad_outputs, grad_weights, None
 
 
 class SharedMatmul(torch.autograd.Function):

@@ -1,21 +1,22 @@
-"""Megatron modules of the CPU ground whose operators the engine shares, chosen cause by cause (e2e_fp8.config.alignment).
+"""Megatron modules whose operators the engine shares, on both grounds, chosen cause by cause (e2e_fp8.config.alignment).
 
 A module follows the choices it is built with; with ``native`` for all of a module's causes the ground builds Megatron's own instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics import row_invariant
 from e2e_fp8.training.norm import rms_norm
-from e2e_fp8.training.shared_functions import SharedMatmul, SharedRmsNorm, SharedRouterWeights, SharedSwiglu
+from e2e_fp8.training.shared_functions import SharedCombine, SharedMatmul, SharedRmsNorm, SharedRouterWeights, SharedSwiglu
 
 MOE_CAUSES = ("swiglu", "router_gemm", "top_k", "gate_normalization", "router_probabilities", "combine")
 """Causes that live inside a mixture-of-experts layer."""
@@ -53,10 +54,14 @@ class SharedMoELayer(MoELayer):
     """Mixture of experts in the engine's order: route, each expert over its tokens in token order, weighted sum over the k choices.
 
     Needs all experts on this rank; Megatron's dispatcher is not used. Each cause that is ``native`` computes as Megatron's layer does.
+    Experts are linears one by one (CPU) or Transformer Engine's grouped ones, whose rows of each expert are padded with zeros.
     """
 
     router: Any
     experts: Any
+    observe: Callable[[dict[str, torch.Tensor]], None] | None = None
+    """Sees each forward of grouped experts: ``gate_up [A, 2I]``, ``activation [A, I]`` and ``down [A, H]`` by expert, then token, and
+    ``ids [T, k]``."""
 
     def __init__(self, *args: Any, choices: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,22 +103,23 @@ class SharedMoELayer(MoELayer):
     def _experts(self, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
         tokens, top_k = ids_Tk.shape
         order_A = ids_Tk.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(ids_Tk.reshape(-1), minlength=len(self.experts.local_experts)).tolist()
-        inputs = x_TH[order_A // top_k].split(counts)
-        weights = weights_Tk.reshape(-1)[order_A].split(counts)
-        experts = self.experts.local_experts
-        outputs_AH = torch.cat([self._expert(*entry) for entry in zip(experts, inputs, weights, strict=True)])
+        counts = torch.bincount(ids_Tk.reshape(-1), minlength=self.num_local_experts).tolist()
+        inputs_AH, weights_A = x_TH[order_A // top_k], weights_Tk.reshape(-1)[order_A]
+        if isinstance(self.experts, SequentialMLP):
+            entries = zip(self.experts.local_experts, inputs_AH.split(counts), weights_A.split(counts), strict=True)
+            outputs_AH = torch.cat([self._expert(*entry) for entry in entries])
+        else:
+            outputs_AH = self._grouped_experts(inputs_AH, weights_A, counts, ids_Tk)
         if "router_probabilities" not in self.shared:
             weights_Tk = torch.ones_like(weights_Tk)
         if "combine" in self.shared:
-            back_AH = torch.empty_like(outputs_AH).index_copy(0, order_A, outputs_AH)
-            return row_invariant.combine(back_AH.view(tokens, top_k, -1), weights_Tk)
+            rows_Tk = order_A.argsort().view(tokens, top_k)
+            return SharedCombine.apply(outputs_AH, weights_Tk, rows_Tk)
         weighted_AH = (outputs_AH.float() * weights_Tk.reshape(-1)[order_A, None]).to(x_TH.dtype)
         rows = (order_A // top_k)[:, None].expand_as(weighted_AH)
         return torch.zeros_like(x_TH).scatter_add(0, rows, weighted_AH)
 
-    def _expert(self, expert: Any, x_AH: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
-        gate_up, _ = expert.linear_fc1(x_AH)
+    def _activation(self, gate_up: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
         if "swiglu" in self.shared:
             activation = SharedSwiglu.apply(gate_up)
         else:
@@ -121,7 +127,24 @@ class SharedMoELayer(MoELayer):
             activation = F.silu(gate) * up
         if "router_probabilities" not in self.shared:
             activation = (activation * weights_A[:, None]).to(activation.dtype)
-        return expert.linear_fc2(activation)[0]
+        return activation
+
+    def _expert(self, expert: Any, x_AH: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = expert.linear_fc1(x_AH)
+        return expert.linear_fc2(self._activation(gate_up, weights_A))[0]
+
+    def _grouped_experts(self, x_AH: torch.Tensor, weights_A: torch.Tensor, counts: list[int], ids_Tk: torch.Tensor) -> torch.Tensor:
+        experts, padded_counts, fp8 = self.experts, counts, bool(self.config.fp8)
+        if fp8:
+            x_AH, padded_counts = experts.quantization_padding(x_AH, counts)
+            weights_A = experts.quantization_padding(weights_A[:, None], counts)[0][:, 0]
+        gate_up, _ = experts.linear_fc1(x_AH, padded_counts)
+        activation = self._activation(gate_up, weights_A)
+        outputs, _ = experts.linear_fc2(activation, padded_counts)
+        if self.observe is not None:
+            seen = {"gate_up": gate_up, "activation": activation, "down": outputs}
+            self.observe({n: (experts.quantization_unpadding(t, counts) if fp8 else t).detach() for n, t in seen.items()} | {"ids": ids_Tk})
+        return experts.quantization_unpadding(outputs, counts) if fp8 else outputs
 
 
 def mlp_builder(choices: Mapping[str, str]) -> Any:

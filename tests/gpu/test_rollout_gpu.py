@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from references.qwen3_reference import forward
+from references.qwen3_reference import compare_samples
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).resolve().parents[1]
@@ -45,18 +45,7 @@ def test_samples_follow_the_weights(run):
 
 
 def test_log_probs_and_routing_agree_with_reference(run):
-    differences, routed, total = [], 0, 0
-    for sample in run["samples_first"]:
-        prompt, response = list(sample["prompt"]), list(sample["response_token_ids"])
-        logits, experts = forward(run["config"], run["first"], (prompt + response)[:-1])
-        expected = (logits / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
-        differences.append(torch.tensor(sample["rollout_log_probs"]) - expected)
-        if experts is not None:
-            recorded = torch.from_numpy(sample["routed_experts"].astype("int64"))
-            assert recorded.shape == experts.shape
-            routed += int((recorded.sort(-1).values == experts.sort(-1).values).all(-1).sum())
-            total += experts.shape[0] * experts.shape[1]
-    difference = torch.cat(differences)
+    difference, routed, total = compare_samples(run["config"], run["first"], run["samples_first"], TEMPERATURE)
     assert difference.abs().mean() < 0.08
     assert difference.mean().abs() < 0.02
     assert routed >= 0.95 * total

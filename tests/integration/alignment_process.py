@@ -1,6 +1,6 @@
 """The parity chain on one trainer and one engine, and what it found, for the tests to judge.
 
-Usage: ``python alignment_process.py CONFIG_NAME OUT.json``. vLLM allows one engine in a process.
+Usage: ``python alignment_process.py CONFIG_NAME OUT.json [cpu|cuda [SECTION.FIELD=VALUE ...]]``. vLLM allows one engine in a process.
 """
 
 import json
@@ -13,6 +13,7 @@ from e2e_fp8.config.alignment import CAUSES, choices_at
 from e2e_fp8.config.load import load_config
 from e2e_fp8.orchestration.environment import prepare
 from e2e_fp8.orchestration.session import Session, load_task_for, write_model_dir
+from e2e_fp8.rollout.live_operators import live_operators
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.update.loss_fn import supervised_loss_fn
 
@@ -59,9 +60,15 @@ def with_native(session: Session, cause: str) -> dict:
     return link
 
 
-def observe(config: str, scratch: Path) -> dict:
+def live(session: Session) -> dict:
+    """What the engine's worker says of its operators."""
+    llm = session.rollout._llm
+    return llm.apply_model(lambda model: live_operators(model, llm.llm_engine.vllm_config, session.trainer.device))[0]
+
+
+def observe(config: str, scratch: Path, backend: str, settings: list[str]) -> dict:
     """Links at the start, after training, with one fault in the engine, with single causes open, and at the end again."""
-    overrides = ["numerics.alignment=bitwise", "rollout.temperature=0.8", "run.backend=cpu"]
+    overrides = ["numerics.alignment=bitwise", "rollout.temperature=0.8", f"run.backend={backend}", *settings]
     cfg = chain_config(prepare(load_config(ROOT / "configs" / config, overrides)))
     task, model_dir = load_task_for(cfg), scratch / "model"
     write_model_dir(cfg, task, model_dir)
@@ -69,13 +76,16 @@ def observe(config: str, scratch: Path) -> dict:
     engine = ChainEngine(cfg, model_dir, task.tokenizer.eos_token_id, task.tokenizer.decode)
     session = Session(cfg=cfg, task=task, trainer=trainer, model_dir=model_dir, rollout=engine)
     session.sync()
-    found = {"start": chain_of(session, seed=0)}
+    found = {"start": chain_of(session, seed=0), "live": live(session)}
     train(session, 3)
     found["stale"] = Chain(trainer, engine, cfg, seed=1).bytes().record()
     session.sync()
     found["fault"] = disturbed(session, "model.layers.1.self_attn.q_norm", "variance_epsilon", 1e-2)
     causes = [name for name, cause in CAUSES.items() if cfg.model.is_moe or not cause.moe_only]
     found["open"] = {cause: with_native(session, cause) for cause in causes}
+    session.rollout.set_alignment(choices_at("fast"))
+    found["live_native"] = live(session)
+    session.rollout.set_alignment(choices_at("bitwise"))
     found["trained"] = chain_of(session, seed=1)
     session.close()
     return found
@@ -83,7 +93,8 @@ def observe(config: str, scratch: Path) -> dict:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(sys.argv[2]).write_text(json.dumps(observe(sys.argv[1], Path(folder))))
+        backend = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+        Path(sys.argv[2]).write_text(json.dumps(observe(sys.argv[1], Path(folder), backend, sys.argv[4:])))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from training_cases import nll, random_batch
+
 from e2e_fp8.config.critic import CriticConfig
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
@@ -49,13 +52,13 @@ from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.value_engine import ValueEngine
-from e2e_fp8.types import ExportedTensor, PackedBatch, TokenStats
+from e2e_fp8.types import ExportedTensor, PackedBatch
 from e2e_fp8.update.value import make_value_loss_fn
 
 
 def batches_of(case: dict, cfg: Config) -> list[PackedBatch]:
     generator = torch.Generator().manual_seed(case["seed"])
-    batches = [random_batch(lengths, cfg.model.vocab_size, generator) for lengths in case["microbatches"]]
+    batches = [random_batch(lengths, generator, cfg.model.vocab_size) for lengths in case["microbatches"]]
     return [with_routing(batch, cfg, generator) for batch in batches] if "replay" in case else batches
 
 
@@ -82,28 +85,6 @@ def watch_routers(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
         layer.mlp.router.register_forward_hook(see)
     return found
-
-
-def random_batch(lengths: list[int], vocab: int, generator: torch.Generator) -> PackedBatch:
-    total = sum(lengths)
-    tokens = torch.randint(0, vocab, (total,), generator=generator)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    mask, zeros = torch.ones(total), torch.zeros(total)
-    mask[(cu_seqlens[1:] - 1).long()] = 0.0
-    return PackedBatch(
-        token_ids=tokens,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=cu_seqlens,
-        targets=tokens.roll(-1),
-        loss_mask=mask,
-        advantages=zeros,
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-    )
-
-
-def nll(stats: TokenStats, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return -(stats.log_probs * batch.loss_mask).sum(), {"entropy": (stats.entropy * batch.loss_mask).sum().detach()}
 
 
 def held(engine: MegatronEngine) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.tiny_runs import python_path
 from references.fused_reference import fused_fp8
 from rollout_engine_process import exported, hf_config, random_weights
 
@@ -80,7 +81,7 @@ def start_server(
     args = engine_args(cfg, model, device=device, is_moe=cfg.model.is_moe, fp8=True) | changes
     flags = ["integration.server_cases.ShowingExtension" if flag == EXTENSION else flag for flag in server_flags(args)]
     environ = {**os.environ, **rollout_environment(cfg, device=device)}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    environ["PYTHONPATH"] = python_path(HERE.parent)
     if devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = devices
     return ServerProcess(flags, environ, folder, timeout_s=800, first_port=first_port)

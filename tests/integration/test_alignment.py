@@ -16,6 +16,7 @@ from e2e_fp8.cli.main import main
 from e2e_fp8.config.alignment import CAUSES
 from e2e_fp8.config.load import load_config
 from e2e_fp8.errors import ConfigError
+from e2e_fp8.rollout.shared_operators import REPLACED
 
 PROCESS = Path(__file__).with_name("alignment_process.py")
 CONFIGS = {"dense": "quickstart_dense.yaml", "moe": "quickstart.yaml"}
@@ -56,6 +57,16 @@ def test_every_link_holds_at_the_start_and_after_training(found):
         for module_by_module in ("trainer batch", "decode", "modules"):
             assert links[module_by_module]["modules"] == 2 * LAYER_MODULES[name] + 4
             assert links[module_by_module]["elements"] > 200_000
+
+
+def test_the_engine_reports_the_operators_that_it_has(found):
+    name, record = found
+    replaced = {*REPLACED, "final_norm", "head"} - (set() if name == "moe" else {"router_gemm", "top_k", "gate_normalization", "combine"})
+    assert set(record["live"]) == set(record["live_native"]) == replaced
+    for cause in replaced:
+        assert record["live"][cause]["native"] == record["live_native"][cause]["shared"] == 0, cause
+        assert record["live"][cause]["shared"] == record["live_native"][cause]["native"] > 0, cause
+    assert record["live"]["qk_norm"]["shared_at"][:2] == [f"model.layers.0.self_attn.{x}_norm" for x in "qk"]
 
 
 def test_old_bytes_break_the_first_link(found):
@@ -110,7 +121,6 @@ def test_the_command_prints_the_first_broken_link_and_exits_with_1(capsys):
     ("overrides", "words"),
     [
         (["rollout.placement=server", "sync.transport=disk"], "rollout.placement to in_process"),
-        (["run.backend=auto"], "run.backend to cpu"),
         (["model.max_position_embeddings=64", "rollout.max_model_len=64"], "max_position_embeddings is 64"),
     ],
 )

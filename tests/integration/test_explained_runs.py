@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tiny_runs import ROOT, python_path
 
 from e2e_fp8.config.alignment import CAUSES
 from e2e_fp8.config.alignment_explain import WHAT_IF
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 # four whole steps, so that BF16 weights of norms are no longer 1: until then both sides' norms agree
 WARM = "training.warm_start={steps: 4, batch_size: 32, learning_rate: 4.0e-3, warmup_steps: 0}"
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def command(*arguments: str, overrides=()) -> subprocess.CompletedProcess:
     words = [item for override in overrides for item in ("--set", override)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": python_path(ROOT)}
     line = [sys.executable, "-m", "e2e_fp8.cli", *arguments, *words]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from tiny_runs import ROOT, assert_same_run, command, interrupt_after, interrupt_and_resume, records, run, train_command
+from tiny_runs import ROOT, assert_same_run, command, interrupt_after, interrupt_and_resume, python_path, records, run, train_command
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.sync.receipt import manifest_of
@@ -182,7 +182,7 @@ def length(prompt, response, answer, metadata):
 
 def run_ppo(folder: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
     (folder / "length_reward.py").write_text(LENGTH_REWARD)
-    return run(words, {"PYTHONPATH": f"{ROOT}:{folder}"})
+    return run(words, {"PYTHONPATH": python_path(ROOT, folder)})
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_ppo_trains_its_critic_first_and_then_both(ppo):
 @pytest.mark.slow
 def test_interrupted_and_resumed_ppo_ends_with_the_same_bytes(ppo, tmp_path, monkeypatch):
     """By hand: two more engine starts."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ppo.parent}")
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT, ppo.parent))
     words = train_command(tmp_path, "halves", *PPO, config="objectives/ppo_gae")
     interrupt_and_resume(words, tmp_path / "halves", after=3, steps=5)
     assert_same_run(ppo, tmp_path / "halves", 5)
@@ -248,7 +248,7 @@ def constant(prompt, response, answer, metadata):
 def test_a_nan_reward_is_one_sentence(tmp_path):
     (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
     words = train_command(tmp_path, "nan", "run.steps=1", "task.reward=bad_reward:nan", "run.eval_interval=0")
-    done = run(words, {"PYTHONPATH": str(tmp_path)})
+    done = run(words, {"PYTHONPATH": python_path(tmp_path)})
     assert done.returncode == 2
     assert "must be a finite number" in done.stderr
     assert "Traceback" not in done.stderr
@@ -258,7 +258,7 @@ def test_a_nan_reward_is_one_sentence(tmp_path):
 def test_equal_rewards_are_counted_and_give_no_gradient(tmp_path):
     (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
     words = train_command(tmp_path, "equal", "run.steps=1", "task.reward=bad_reward:constant", "run.eval_interval=0")
-    done = run(words, {"PYTHONPATH": str(tmp_path)})
+    done = run(words, {"PYTHONPATH": python_path(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]
     last = records(tmp_path / "equal")[-1]
     assert last["groups/degenerate"] == last["groups/total"] == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rank_cases import free_port
-from tiny_runs import ROOT, TINY, records
+from tiny_runs import ROOT, TINY, python_path, records
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 
@@ -57,7 +57,7 @@ def start():
 def torchrun(*words: str) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     launch += ["--master-port", str(free_port()), "scripts/train_megatron.py", "configs/quickstart.yaml", *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT)}
     return subprocess.Popen(launch, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

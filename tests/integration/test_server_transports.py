@@ -25,6 +25,7 @@ from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.point_to_point import send
 from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.sync.rank_publisher import RankPublisher
+from e2e_fp8.types import ExportedTensor
 
 CFG = case_config()
 FIRST, SECOND = random_weights(CFG, 11), random_weights(CFG, 12)
@@ -70,6 +71,27 @@ def test_delivered_bytes_are_live_and_generation_follows(served, transport):
         answers.append(generate(served.client))
         assert sum(s for phase, s in report.phases.items() if phase in SYNC_PHASES) == pytest.approx(report.seconds)
     assert answers[0] == answers[2] != answers[1]
+    publisher.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "ipc without buckets"])
+def test_the_same_tuple_again_is_known_but_its_bytes_are_read_anew(served, transport):
+    """Written in place; then one tensor moves under the same tuple; then another trainer has published meanwhile."""
+    publisher = served.publisher(transport)
+    weights = {name: tensor.clone() for name, tensor in FIRST.items()}
+    entries = tuple(ExportedTensor(name=name, tensor=tensor) for name, tensor in weights.items())
+    for version, wanted in enumerate((FIRST, SECOND, FIRST, SECOND, FIRST), start=20):
+        for name, tensor in wanted.items():
+            weights[name].copy_(tensor)
+        publisher.publish(entries, policy_version=version)
+        assert_live(served, wanted)
+    name, moved = "model.norm.weight", SECOND["model.norm.weight"].clone()
+    weights[name].data = moved
+    publisher.publish(entries, policy_version=30)
+    assert_live(served, FIRST | {name: moved})
+    served.publish("ipc", SECOND, 31)
+    publisher.publish(entries, policy_version=32)
+    assert_live(served, FIRST | {name: moved})
     publisher.close()
 
 

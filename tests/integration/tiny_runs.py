@@ -36,6 +36,11 @@ def train_command(out: Path, name: str, *overrides: str, config: str = "quicksta
     return command("train", ROOT / f"configs/{config}.yaml", *sets, *(["--resume"] if resume else []))
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a child that imports from ``folders`` first, and from wherever this process may."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
+
+
 def run(words: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=590, cwd=ROOT, env={**os.environ, **(env or {})})
 

@@ -172,10 +172,10 @@ def _padded_share(matrix: np.ndarray, multiple: int, index: int, count: int) -> 
 
 
 def _trainer_layer(config: dict[str, Any], hf: Arrays, sizes: Sizes, moe: bool, tp: int, ep: int, etp: int) -> Arrays:
-    te, latent = sizes.spec == "te", config["model_type"] == "deepseek_v3"
+    te, fused, latent = sizes.spec != "local", sizes.spec == "te", config["model_type"] == "deepseek_v3"
     out: Arrays = {}
-    out["self_attention.linear_qkv.layer_norm_weight" if te and not latent else "input_layernorm.weight"] = hf["input_layernorm.weight"]
-    out["mlp.linear_fc1.layer_norm_weight" if te and not moe else "pre_mlp_layernorm.weight"] = hf["post_attention_layernorm.weight"]
+    out["self_attention.linear_qkv.layer_norm_weight" if fused and not latent else "input_layernorm.weight"] = hf["input_layernorm.weight"]
+    out["mlp.linear_fc1.layer_norm_weight" if fused and not moe else "pre_mlp_layernorm.weight"] = hf["post_attention_layernorm.weight"]
     out["self_attention.linear_proj.weight"] = np.split(hf["self_attn.o_proj.weight"], sizes.tp, axis=1)[tp]
     if latent:
         for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):

@@ -4,7 +4,7 @@ FP8 linear layers multiply dequantized weights with activations that went throug
 results are not rounded to BF16, so agreement with a BF16 engine is statistical, not exact.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,3 +99,25 @@ def forward(
         x = x + update
     logits = _norm(weights["model.norm.weight"], x, config["rms_norm_eps"]) @ _real(weights["lm_head.weight"]).T
     return logits, torch.stack(routed, 1) if routed else None
+
+
+def compare_samples(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], samples: Sequence[Mapping[str, Any]], temperature: float
+) -> tuple[torch.Tensor, int, int]:
+    """An engine's samples against :func:`forward` on the same weights.
+
+    Returns recorded less expected log-probs of all response tokens, and of how many of how many routings the experts are equal.
+    """
+    differences, routed, total = [], 0, 0
+    for sample in samples:
+        prompt, response = list(sample["prompt"]), list(sample["response_token_ids"])
+        logits, experts = forward(config, weights, (prompt + response)[:-1])
+        expected = (logits / temperature).log_softmax(-1)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
+        differences.append(torch.tensor(sample["rollout_log_probs"]) - expected)
+        assert (experts is None) == (sample["routed_experts"] is None)
+        if experts is not None:
+            recorded = torch.from_numpy(sample["routed_experts"].astype("int64"))
+            assert recorded.shape == experts.shape
+            routed += int((recorded.sort(-1).values == experts.sort(-1).values).all(-1).sum())
+            total += experts.shape[0] * experts.shape[1]
+    return torch.cat(differences), routed, total

@@ -76,5 +76,5 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], Sizes]:
     ranks = [n for n in (1, 2) if (n * rollout_tp <= experts if rollout_ep else moe_width % (n * rollout_tp) == 0)]
     if not ranks:
         rollout_tp, ranks = 1, [1]
-    spec = draw(st.sampled_from(["te", "local"]))
+    spec = draw(st.sampled_from(["te", "te_norms", "local"]))
     return config, Sizes(tp, pp, vpp, ep, etp, dp, rollout_tp, draw(st.sampled_from(ranks)), rollout_ep, order, spec)

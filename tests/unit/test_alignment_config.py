@@ -1,14 +1,13 @@
 """The table of causes, and what a configuration may ask of it."""
 
+import contextlib
+
 import pytest
 
-from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of, choices_on
+from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.errors import ConfigError
-from e2e_fp8.orchestration.environment import check_alignment_on_cuda
-
-CPU_ONLY = {"rms_norm", "qk_norm", "rotary", "attention", "swiglu", "router_gemm", "top_k", "router_probabilities", "combine", "head"}
-"""Written for the CPU ground alone today; a GPU implementation takes its name out of here."""
+from e2e_fp8.orchestration.environment import check_alignment_on_cuda, check_log_softmax_rows
 
 
 def config(numerics=None, **sections):
@@ -56,20 +55,27 @@ def test_bitwise_needs_fp8_on_both_sides():
         config({"alignment": "bitwise", "training_precision": "bf16"})
 
 
-def test_a_gpu_refuses_what_is_not_written_for_it_and_names_it():
-    with pytest.raises(ConfigError) as refused:
-        choices_on(config({"alignment": "bitwise"}).numerics, "cuda")
-    assert all(name in str(refused.value) for name in CPU_ONLY)
-    with pytest.raises(ConfigError, match="head"):
-        choices_on(config({"alignment_overrides": {"head": "shared"}}).numerics, "cuda")
-    aligned = choices_on(config({"alignment": "aligned"}).numerics, "cuda")
-    assert {name for name, choice in aligned.items() if choice != "native"} == {"residual_add", "log_softmax", "temperature"}
-    assert choices_on(config({"alignment": "bitwise"}).numerics, "cpu") == choices_at("bitwise")
+@pytest.mark.parametrize(("head_dim", "fits"), [(32, True), (64, True), (80, False), (96, False), (104, True), (128, True), (256, False)])
+def test_the_shared_attention_of_a_gpu_needs_heads_whose_keys_are_cut_alike(head_dim, fits):
+    model = {"architecture": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": head_dim}
+    cfg, native = (
+        parse_config({"model": model, "numerics": {"alignment": "bitwise", "alignment_overrides": overrides}})
+        for overrides in ({}, {"attention": "native"})
+    )
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=rf"model\.head_dim is {head_dim}"):
+        check_alignment_on_cuda(cfg)
+    check_alignment_on_cuda(native)
 
 
-@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton"), ("enforce_eager", False)])
+@pytest.mark.parametrize(("field", "value"), [("moe_backend", "triton")])
 def test_aligned_on_a_gpu_needs_the_trainers_kernels(field, value):
     with pytest.raises(ConfigError, match=rf"rollout\.{field}"):
         check_alignment_on_cuda(config({"alignment": "aligned"}, rollout={field: value}))
     check_alignment_on_cuda(config(rollout={field: value}))
     check_alignment_on_cuda(config({"alignment": "aligned"}))
+
+
+@pytest.mark.parametrize(("size", "refused"), [(1022, False), (1026, True), (1028, False), (151_936, False)])
+def test_bitwise_on_a_gpu_needs_rows_of_logits_of_whole_16_bytes(size, refused):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is 1026") if refused else contextlib.nullcontext():
+        check_log_softmax_rows(size)

@@ -15,6 +15,7 @@
 | prime-rl 2714, in a live engine | test_rollout_engine.py::test_refusals_name_the_cause_and_change_nothing |
 | prime-rl 2714, half an update kept as the next one's | test_rollout_engine.py::test_a_torn_update_is_refused_until_a_whole_one_came |
 | verl 7136: custom loader, new vLLM | test_layout_names.py::test_engine_parameters_are_those_of_vllms_model |
+| verl 7136, every name of a checkpoint | test_layout_names.py::test_every_tensor_of_a_checkpoint_lies_where_vllms_own_loader_puts_it |
 | verl 5459: sync while decoding | test_server_transports.py::test_update_without_a_pause_is_refused |
 | verl 5683, 6393: vLLM's interfaces drift | - pinned; test_rollout_parts.py::test_view_shares_memory_and_refuses_repacked_parameters |
 | verl 7232: FP8 slower than BF16 | - speed, see benchmarks |
@@ -25,6 +26,7 @@
 | TE 2892, 2911: token padding | test_ranks.py::test_a_step_on_several_ranks_is_the_step_of_one |
 | TE 2393; Megatron 1863: TP2 on GPUs | test_ranks_gpu.py::test_two_gpus |
 | Megatron 5083: FP8 parameters with CPU offload | test_megatron_5083_... here: not offered |
+| Megatron 5470: masters read from dequantized FP8 | test_training_engine.py::test_masters_start_as_the_unrounded_initial_weights |
 | SkyRL 1898; flashinfer 3650: NaN from all-zero tiles | test_skyrl_1898_... here; test_numerics_blockwise.py::test_all_zero_is_scale_one |
 | slime 132; verl 4896: slow sync | - speed, see benchmarks |
 """
@@ -37,7 +39,7 @@ import pytest
 import torch
 from layout_models import tiny_configs
 
-from e2e_fp8.config.alignment import choices_on
+from e2e_fp8.config.alignment import choices_of
 from e2e_fp8.config.load import parse_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError, LayoutError
@@ -83,7 +85,16 @@ def quantized(rows: int, columns: int, seed: int = 1) -> BlockScaled:
 def worker(cfg: Config, **changes) -> dict:
     """What a healthy engine rank reports, with ``changes``."""
     facts = {"device": "cuda", "capability": [9, 0], "tensor_parallel": 1, "kv_cache_dtype": "auto", "pid": 1}
-    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices_on(cfg.numerics, "cuda")} | changes
+    facts["kernels"] = {"Fp8LinearMethod/DeepGemmFp8BlockScaledMMKernel": 8, "Fp8MoEMethod/DEEPGEMM": 2}
+    choices = choices_of(cfg.numerics)
+    facts |= {"operators": {name: operators(shared=0 if choice == "native" else 2) for name, choice in choices.items()}}
+    return facts | {"environment": {}, "plan": planned_facts(cfg), "alignment": choices} | changes
+
+
+def operators(*, shared: int) -> dict:
+    """A report of two layers, ``shared`` of which have the trainer's operator."""
+    names = ["first", "second"]
+    return {"shared": shared, "native": 2 - shared, "shared_at": names[:shared], "native_at": names[shared:]}
 
 
 def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_when_on():
@@ -103,8 +114,39 @@ def test_vllm_26197_the_switch_that_rounds_scales_on_load_is_off_and_refused_whe
 def test_an_engine_that_was_not_told_of_the_alignment_is_refused():
     cfg = parse_config({"numerics": {"alignment": "aligned"}})
     check_agreement(cfg, [worker(cfg)])
-    with pytest.raises(EngineError, match=r"residual_add=shared, but rollout rank 0 .* was started with native"):
-        check_agreement(cfg, [worker(cfg, alignment=choices_on(Config().numerics, "cuda"))])
+    with pytest.raises(EngineError, match=r"rms_norm=shared, but rollout rank 0 .* was started with native"):
+        check_agreement(cfg, [worker(cfg, alignment=choices_of(Config().numerics))])
+
+
+def test_an_engine_whose_layers_have_another_operator_is_refused_by_name():
+    cfg = parse_config({"numerics": {"alignment": "aligned"}})
+    live = worker(cfg)["operators"]
+    with pytest.raises(
+        EngineError, match=r"residual_add=shared, but 1 layers at rollout rank 0 .* have their native operator: second\. Set"
+    ):
+        check_agreement(cfg, [worker(cfg, operators=live | {"residual_add": operators(shared=1)})])
+    with pytest.raises(EngineError, match=r"log_softmax=shared, but 2 layers .* native operator: first, second\. Set VLLM_USE_V2"):
+        check_agreement(cfg, [worker(cfg, operators=live | {"log_softmax": operators(shared=0)})])
+    with pytest.raises(EngineError, match=r"temperature=shared, but rollout rank 0 .* reports no layer that could have it"):
+        check_agreement(cfg, [worker(cfg, operators={name: live[name] for name in live if name != "temperature"})])
+    with pytest.raises(EngineError, match=r"head=native, but 2 layers .* have their shared operator"):
+        check_agreement(Config(), [worker(Config(), operators={"head": operators(shared=2)})])
+    check_agreement(Config(), [worker(Config(), operators={"temperature": operators(shared=2)})])
+
+
+@pytest.mark.parametrize("kernel", ["Fp8LinearMethod/MarlinFP8ScaledMMLinearKernel", "Fp8MoEMethod/MARLIN", "Fp8MoEMethod/HUMMING"])
+def test_kernels_that_multiply_no_fp8_activations_are_refused(kernel):
+    cfg = Config()
+    with pytest.raises(EngineError, match=f"rollout rank 0 .* serves 3 layers with {kernel}, which repacks FP8 weights"):
+        check_agreement(cfg, [worker(cfg, kernels={kernel: 3})])
+
+
+def test_ranks_that_chose_other_kernels_than_the_first_are_refused():
+    cfg = Config()
+    one, other = "Fp8LinearMethod/DeepGemmFp8BlockScaledMMKernel", "Fp8LinearMethod/TritonFp8BlockScaledMMKernel"
+    check_agreement(cfg, [worker(cfg, kernels={one: 8})] * 2)
+    with pytest.raises(EngineError, match=f"rollout rank 1 .* serves 7 layers with {one}, rollout rank 0 8"):
+        check_agreement(cfg, [worker(cfg, kernels={one: 8}), worker(cfg, kernels={one: 7, other: 1})])
 
 
 def test_vllm_58157_37806_prime_rl_3112_scales_rounded_to_powers_of_two_fail_the_receipt_by_name():

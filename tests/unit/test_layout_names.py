@@ -125,7 +125,7 @@ def test_every_tensor_of_a_checkpoint_lies_where_vllms_own_loader_puts_it(engine
         assert not any(values.view(torch.uint8).any() for values in unfilled.values()), what
 
 
-@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("spec", ["te", "te_norms", "local"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_names_agree_with_the_table_that_ran_on_a_gpu(family, spec):
     config = tiny_configs()[family]

@@ -63,7 +63,7 @@ def one_per_tile(numbers: np.ndarray) -> bool:
     return all((reference.tile_numbers(m) == m).all() for m in matrices)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(layouts())
 def test_a_plan_delivers_what_gathering_and_slicing_gives(case):
     config, sizes = case

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.sync.receipt import check_receipt, manifest_of, parse_table, receipt_record, render_table
+from e2e_fp8.sync.receipt import ManifestSeries, check_receipt, manifest_of, parse_table, receipt_record, render_table
 from e2e_fp8.types import ExportedTensor
 
 
@@ -91,3 +91,21 @@ def test_an_altered_table_is_refused(damage):
     manifest = manifest_of(tensors())
     with pytest.raises(ValueError):
         parse_table(damage(render_table(manifest, receipt_record(manifest, policy_version=1, step=1))))
+
+
+@pytest.mark.parametrize("covered", ["fp8", "all"])
+def test_a_series_of_receipts_reads_the_bytes_anew(covered):
+    """In place, after a tensor has moved under the same tuple, for another tuple and for what is no tuple."""
+    series, entries = ManifestSeries(), tuple(tensors())
+    for seed in (0, 1, 2):
+        for entry, wanted in zip(entries, tensors(seed), strict=True):
+            entry.tensor.view(torch.uint8).copy_(wanted.tensor.view(torch.uint8))
+        manifest = series.of(entries, covered=covered)
+        assert manifest.lines() == manifest_of(tensors(seed), covered=covered).lines()
+        assert manifest.same_tensors(manifest_of(reversed(tensors(seed)), covered=covered))
+        assert not manifest.same_tensors(manifest_of(tensors(seed + 1), covered=covered))
+        assert not manifest.same_tensors(manifest_of(tensors(seed)[1:], covered=covered))
+    entries[1].tensor.data = tensors(5)[1].tensor
+    assert series.of(entries, covered=covered).digests["a.weight_scale_inv"] == manifest_of(tensors(5)).digests["a.weight_scale_inv"]
+    for other in (tuple(tensors(3)), tensors(4)):
+        assert series.of(other, covered=covered).tensors == manifest_of(other, covered=covered).tensors

@@ -159,7 +159,7 @@ def test_receipts_of_an_older_version_and_switched_off_ones_are_said(run_dir, ch
     code, text = verify(run_dir, 9, checkpoint, capsys)
     assert code == 2
     assert "of an older version" in text
-    pieces = Manifest(tensors={"a.weight[0:128,0:128]@1": TensorRecord("float8_e4m3fn", (128, 128), 1 << 14, 7)}, covered="pieces")
+    pieces = Manifest.of_records({"a.weight[0:128,0:128]@1": TensorRecord("float8_e4m3fn", (128, 128), 1 << 14, 7)}, covered="pieces")
     ReceiptLog(run_dir).record(SyncReport(policy_version=10, num_bytes=9, seconds=0.5, receipt_seconds=0.1, receipt=pieces), 10)
     code, text = verify(run_dir, 10, checkpoint, capsys)
     assert code == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from references.qwen3_reference import forward
+from references.qwen3_reference import compare_samples
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.numerics.blockwise import quantize_blockwise
@@ -81,25 +81,12 @@ def test_samples_come_in_prompt_order_with_versions(run):
 
 @pytest.mark.parametrize(("samples", "weights"), [("samples_first", "first"), ("samples_second", "second")])
 def test_log_probs_and_routing_agree_with_reference(run, samples, weights):
-    differences, routed, total = [], 0, 0
     tensors = run[weights] | ({"power_2_scale": torch.tensor(1)} if run["scale_format"] == "pow2" else {})
     if run["router"] == "fp8":
         for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
             block = quantize_blockwise(tensors[name], "e4m3", "128x128", power_2_scale=False)
             tensors |= {name: block.codes, f"{name}_scale_inv": block.scale_inv}
-    for sample in run[samples]:
-        prompt, response = list(sample["prompt"]), list(sample["response_token_ids"])
-        logits, experts = forward(run["config"], tensors, (prompt + response)[:-1])
-        expected = (logits / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 :]
-        expected = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
-        differences.append(torch.tensor(sample["rollout_log_probs"]) - expected)
-        assert (experts is None) == (sample["routed_experts"] is None)
-        if experts is not None:
-            recorded = torch.from_numpy(sample["routed_experts"].astype("int64"))
-            assert recorded.shape == experts.shape
-            routed += int((recorded.sort(-1).values == experts.sort(-1).values).all(-1).sum())
-            total += experts.shape[0] * experts.shape[1]
-    difference = torch.cat(differences)
+    difference, routed, total = compare_samples(run["config"], tensors, run[samples], TEMPERATURE)
     print(f"mean {difference.mean():.4f} mean|.| {difference.abs().mean():.4f} routing equal {routed}/{total}")
     # Rounding flips of E4M3 codes are amplified by layers behind them: a bound on the mean, none on the maximum.
     assert difference.abs().mean() < (0.08 if run["precision"] == "fp8" else 0.03)

@@ -103,6 +103,17 @@ def test_length_at_stop_is_the_shortest_prefix_with_a_stop_string(tokens, stop):
     assert found == (expected[0] if expected else None)
 
 
+def test_shared_operators_on_a_gpu_run_uncompiled_with_graphs_of_decoding(tmp_path):
+    levels = ("fast", "aligned", "bitwise")
+    configs = [parse_config({"numerics": {"alignment": level}, "rollout": {"enforce_eager": False}}) for level in levels]
+    passes = {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
+    graphs = passes | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    found = [engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True) for cfg in configs]
+    assert [args["compilation_config"] for args in found] == [passes, graphs, graphs]
+    assert [args["enforce_eager"] for args in found] == [False] * 3
+    assert engine_args(configs[2], tmp_path, device="cpu", is_moe=True, fp8=True)["compilation_config"] == passes
+
+
 def test_environment_contradictions_are_refused_and_gaps_filled():
     cfg = Config()
     for device in ("cpu", "cuda"):

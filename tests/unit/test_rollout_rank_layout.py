@@ -82,6 +82,7 @@ def check_prepared(tensors, tables, reported, proof) -> None:
     prepared = RankReceipts(tensors, tables)
     expected = prepared.expected(tensors)
     assert prepared.check(tensors, expected, reported, policy_version=1) == proof
+    assert all((prepared.expected(tensors, kept=True) == expected).all() for _ in range(2))
     at = next(i for i, part in enumerate(tables[-1].parts) if part.name.endswith("down_proj.weight"))
     flipped = [*reported[:-1], reported[-1].copy()]
     flipped[-1][at] ^= 1

@@ -164,12 +164,12 @@ def model_gradients(engine, batch):
         engine._wrapped[0].zero_grad_buffer()
         engine._accumulate_gradients(even_out([batch]), nll, trained_tokens([batch]))
     entries = ((p.name, p.weight.main_grad.float(), None) for p in engine._parameters)
-    return {entry.name: entry.tensor.double() for entry in to_hf(entries, engine.cfg.model)}
+    return {entry.name: entry.tensor.double().cpu() for entry in to_hf(entries, engine.cfg.model)}
 
 
 def exact_gradients(engine, batch):
     """The same of the float64 model with the BF16 weights that the engine computes with."""
-    weights = {e.name: e.tensor.double().requires_grad_() for e in to_hf(engine.named_local_weights(), engine.cfg.model)}
+    weights = {e.name: e.tensor.double().cpu().requires_grad_() for e in to_hf(engine.named_local_weights(), engine.cfg.model)}
     config, total = to_hf_config(engine.cfg.model, None), torch.zeros((), dtype=torch.float64)
     for first, last in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         logits, _ = qwen3_reference.forward(config, weights, batch.token_ids[first:last].tolist())

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from answering import answering
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.task import RewardModelConfig, TaskConfig
@@ -21,26 +20,11 @@ from e2e_fp8.tasks.reward_model import RewardModelError, reward_model_reward, re
 from e2e_fp8.tasks.scoring import Scorer
 from e2e_fp8.types import Prompt
 
-SERVER = Path(__file__).with_name("judge_server.py")
 RIGHT = 'json:{"data": [{"probs": [0.25]}]}'
 
 
 def prompt(uid: str = "p-1") -> Prompt:
     return Prompt(uid=uid, text="1 + 1 =", token_ids=(3,), answer="2", metadata={})
-
-
-@contextmanager
-def served(tmp_path: Path, *modes: str) -> Iterator[tuple[str, Path]]:
-    """URL of a server process that answers its n-th request as the n-th mode says, and the file of requests it saw."""
-    log = tmp_path / f"requests-{time.monotonic_ns()}.jsonl"
-    process = subprocess.Popen([sys.executable, str(SERVER), str(log), *modes], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}", log
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def settings(url: str, **fields) -> RewardModelConfig:
@@ -64,9 +48,9 @@ def settings(url: str, **fields) -> RewardModelConfig:
         ({"endpoint": "pooling", "largest": 4.0}, {"data": [[9.0], [1.0], [8.0]]}, 4.0, {"model": "rm", "input": "1 + 1 =yes {answer}"}),
     ],
 )
-def test_each_endpoint_is_asked_and_read(tmp_path, monkeypatch, fields, answer, reward, body):
+def test_each_endpoint_is_asked_and_read(monkeypatch, fields, answer, reward, body):
     monkeypatch.setenv("E2E_FP8_REWARD_MODEL_KEY", "k-9")
-    with served(tmp_path, "json:" + json.dumps({"data": [answer]})) as (url, log):
+    with answering("json:" + json.dumps({"data": [answer]})) as (url, log):
         assert reward_model_reward(prompt(), "yes {answer}", settings(url + "/", **fields)) == reward
         (request,) = [json.loads(line) for line in log.read_text().splitlines()]
     assert request == {"path": f"/{fields.get('endpoint', 'classify')}", "authorization": "Bearer k-9", "body": body}
@@ -74,9 +58,9 @@ def test_each_endpoint_is_asked_and_read(tmp_path, monkeypatch, fields, answer, 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "true", '"0.5"', "[]"])
 @pytest.mark.parametrize("endpoint", ["classify", "score", "pooling"])
-def test_no_number_is_refused_and_the_prompt_named(tmp_path, endpoint, value):
+def test_no_number_is_refused_and_the_prompt_named(endpoint, value):
     entry = {"classify": f'{{"probs": [{value}]}}', "score": f'{{"score": {value}}}', "pooling": f'{{"data": [{value}]}}'}[endpoint]
-    with served(tmp_path, f'json:{{"data": [{entry}]}}') as (url, log):
+    with answering(f'json:{{"data": [{entry}]}}') as (url, log):
         with pytest.raises(
             RewardModelError, match=rf"{endpoint} .*did not score prompt p-1 after 1 requests, last: the answer is not that"
         ):
@@ -84,11 +68,11 @@ def test_no_number_is_refused_and_the_prompt_named(tmp_path, endpoint, value):
         assert len(log.read_text().splitlines()) == 1
 
 
-def test_what_may_pass_is_tried_again_and_nothing_else(tmp_path):
-    with served(tmp_path, "status:503", "status:429", RIGHT) as (url, log):
+def test_what_may_pass_is_tried_again_and_nothing_else():
+    with answering("status:503", "status:429", RIGHT) as (url, log):
         assert reward_model_reward(prompt(), "r", settings(url)) == 0.25
         assert len(log.read_text().splitlines()) == 3
-    with served(tmp_path, "hang", RIGHT) as (url, _):
+    with answering("hang", RIGHT) as (url, _):
         assert reward_model_reward(prompt(), "r", settings(url, timeout_s=0.5)) == 0.25
     for mode, cause in (
         ("status:404", "status 404"),
@@ -96,7 +80,7 @@ def test_what_may_pass_is_tried_again_and_nothing_else(tmp_path):
         ('json:{"data": []}', "IndexError"),
         ("json:7", "TypeError"),
     ):
-        with served(tmp_path, mode, RIGHT) as (url, log):
+        with answering(mode, RIGHT) as (url, log):
             with pytest.raises(
                 RewardModelError, match=rf"p-1 after 1 requests, last: .*{cause}.*task.reward_model.timeout_s or retries\.$"
             ):
@@ -106,22 +90,22 @@ def test_what_may_pass_is_tried_again_and_nothing_else(tmp_path):
         reward_model_reward(prompt(), "r", settings(url, retries=0))
 
 
-def test_requests_go_side_by_side_and_answers_come_in_order(tmp_path):
+def test_requests_go_side_by_side_and_answers_come_in_order():
     """Twelve answers of half a second: one after the other they would take six."""
-    with served(tmp_path, 'late:{"data": [{"score": 1.0}]}') as (url, log):
+    with answering('late:{"data": [{"score": 1.0}]}') as (url, log):
         cfg = settings(url, endpoint="score", parallel=12, timeout_s=60.0)
         started = time.monotonic()
         assert reward_model_rewards([(prompt(f"p-{i}"), str(i)) for i in range(12)], cfg) == [1.0] * 12
         assert time.monotonic() - started < 6
         assert sorted(int(json.loads(line)["body"]["documents"]) for line in log.read_text().splitlines()) == list(range(12))
-    with served(tmp_path, "status:400") as (url, _):
+    with answering("status:400") as (url, _):
         with pytest.raises(RewardModelError, match=r"prompt p-0 "):
             reward_model_rewards([(prompt(f"p-{i}"), "r") for i in range(4)], settings(url, parallel=2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_combines_with_other_rewards(tmp_path, workers):
-    with served(tmp_path, RIGHT) as (url, _):
+def test_it_combines_with_other_rewards(workers):
+    with answering(RIGHT) as (url, _):
         fields = {"reward_weights": {"verifier": 1.0, "reward_model": -2.0}, "reward_workers": workers}
         scorer = Scorer(TaskConfig(kind="file", path="x.jsonl", reward_model=settings(url), **fields))
         try:
@@ -132,8 +116,8 @@ def test_it_combines_with_other_rewards(tmp_path, workers):
     assert scores.parts == {"verifier": [1.0, 0.0], "reward_model": [0.25, 0.25]}
 
 
-def test_an_error_of_a_worker_arrives_whole(tmp_path):
-    with served(tmp_path, "status:400") as (url, _):
+def test_an_error_of_a_worker_arrives_whole():
+    with answering("status:400") as (url, _):
         scorer = Scorer(TaskConfig(kind="file", path="x.jsonl", reward="reward_model", reward_workers=1, reward_model=settings(url)))
         try:
             with pytest.raises(DataError, match=r"the reward model at .*/classify .* did not score prompt p-1 after 1 requests"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from answering import answering
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.config.task import JudgeConfig, TaskConfig
@@ -147,22 +148,10 @@ def test_contradictory_rewards_are_refused(fields: dict, message: str) -> None:
         Config.model_validate({"task": fields})
 
 
-SERVER = Path(__file__).with_name("judge_server.py")
-
-
 @contextmanager
 def _judge(*modes: str) -> Iterator[tuple[str, Path]]:
-    """URL of a server process that answers its n-th request as the n-th mode says, and the file of requests it saw."""
-    log = Path(os.environ.get("TMPDIR", "/tmp")) / f"judge-{os.getpid()}-{time.monotonic_ns()}.jsonl"
-    process = subprocess.Popen([sys.executable, str(SERVER), str(log), *modes], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1", log
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        log.unlink(missing_ok=True)
+    with answering(*modes) as (url, log):
+        yield f"{url}/v1", log
 
 
 def _cfg(url: str, **fields) -> JudgeConfig:

@@ -38,10 +38,10 @@ def small_config(
     )
 
 
-def random_batch(lengths: list[int], generator: torch.Generator) -> PackedBatch:
+def random_batch(lengths: list[int], generator: torch.Generator, vocab: int = VOCAB) -> PackedBatch:
     """Random tokens; every position but the last of a sequence is trained on its successor."""
     total = sum(lengths)
-    tokens = torch.randint(0, VOCAB, (total,), generator=generator)
+    tokens = torch.randint(0, vocab, (total,), generator=generator)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     ends = (cu_seqlens[1:] - 1).long()
     targets, mask = tokens.roll(-1), torch.ones(total)
