@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from e2e_fp8.config.beside import fp8_models
 from e2e_fp8.config.root import Config
 from e2e_fp8.rollout.environment import rollout_environment
 
@@ -69,7 +70,7 @@ def required_values(cfg: Config | None, ground: str) -> dict[str, str]:
     """Values a run on ``ground`` sets itself when they are unset, and refuses to replace; the default configuration for None."""
     cfg = cfg or Config()
     values = {k: v for k, v in rollout_environment(cfg, device=ground).items() if k not in _SETTABLE}
-    if ground == "cuda" and cfg.numerics.training_precision == "fp8":
+    if ground == "cuda" and fp8_models(cfg):
         values["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1" if cfg.numerics.any_fp32_scale else "0"
     return values
 

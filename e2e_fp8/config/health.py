@@ -39,6 +39,12 @@ class HealthConfig(Section):
     entropy_collapse: float | None = Field(
         default=0.2, gt=0, lt=1, description="Alarm when entropy is below this share of its level at the start of RL."
     )
+    blind_critic: float | None = Field(
+        default=0.0,
+        gt=-1,
+        lt=1,
+        description="Alarm when the critic's values explain less than this share of the variance of the returns, from the third window on.",
+    )
     ratio_tails: float | None = Field(
         default=0.01,
         gt=0,

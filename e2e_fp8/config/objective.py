@@ -69,6 +69,9 @@ class ObjectiveConfig(Section):
     normalize_by_std: bool = Field(default=True, description="Divide group-relative rewards by their standard deviation (advantage group).")
     advantage_eps: float = Field(default=1e-6, gt=0, description="Added to that standard deviation.")
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0 keeps no reference.")
+    reference_precision: Literal["fp8", "bf16"] | None = Field(
+        default=None, description="Linear layers of the reference policy: block FP8 or BF16; None takes numerics.training_precision."
+    )
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         default="k3", description="Schulman's estimator; with + its value has the gradient of k2, which is the KL's own in expectation."
     )

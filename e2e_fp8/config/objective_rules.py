@@ -34,6 +34,11 @@ def check_objective(cfg: "Config") -> None:
             f"objective.overlong_buffer_tokens is {o.overlong_buffer_tokens}, but rollout.max_response_tokens is {limit}: the punishment "
             "starts within the response, so lower the first or raise the second."
         )
+    if o.reference_precision is not None and not o.kl_coef:
+        raise ConfigError(
+            f"objective.reference_precision is {o.reference_precision}, but objective.kl_coef is 0, which keeps no reference: raise it "
+            "or remove the field."
+        )
     if o.kl_placement == "reward" and o.kl_estimator.endswith("+"):
         raise ConfigError(
             f"objective.kl_estimator is {o.kl_estimator}, but objective.kl_placement is reward, through which no gradient goes: use "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from e2e_fp8.config.alignment import check_alignment
 from e2e_fp8.config.alignment_explain import check_alignment_gates
-from e2e_fp8.config.critic import critic_config
+from e2e_fp8.config.beside import fp8_models
 from e2e_fp8.config.layout_rule import check_layout
 from e2e_fp8.config.objective_rules import check_calibration, check_correction, check_objective
 from e2e_fp8.config.old_log_probs_rule import check_old_log_probs
@@ -61,7 +61,10 @@ def check_cross_fields(cfg: "Config") -> None:
 def _check_parallel(cfg: "Config") -> None:
     parallel, model = cfg.training.parallel, cfg.model
     if parallel.context > 1:
-        raise ConfigError(f"training.parallel.context is {parallel.context}, but sizes above 1 are not implemented yet: set it to 1.")
+        raise ConfigError(
+            f"training.parallel.context is {parallel.context}, but sizes above 1 are not implemented: the attention of packed sequences "
+            "holds each sequence whole on a rank, so set it to 1 and divide the model instead (tensor, pipeline or expert)."
+        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             f"training.parallel.virtual_pipeline is {parallel.virtual_pipeline}, but training.parallel.pipeline is 1: chunks of layers "
@@ -144,12 +147,8 @@ def _check_precisions(cfg: "Config") -> None:
 
 
 def uses_fp8(cfg: "Config") -> bool:
-    """Whether either side, or the critic, runs its linear layers in FP8."""
-    return "fp8" in (cfg.numerics.training_precision, cfg.numerics.rollout_precision) or _has_fp8_critic(cfg)
-
-
-def _has_fp8_critic(cfg: "Config") -> bool:
-    return cfg.objective.advantage == "gae" and critic_config(cfg).numerics.training_precision == "fp8"
+    """Whether the engine, or a model of the trainer, runs its linear layers in FP8."""
+    return cfg.numerics.rollout_precision == "fp8" or bool(fp8_models(cfg))
 
 
 def linear_modules(model: "ModelConfig", *, layers: int | None = None, experts: int | None = None) -> Iterator[tuple[str, int, int]]:
@@ -263,9 +262,8 @@ def _check_tiles(cfg: "Config") -> None:
 
 def _check_shares(cfg: "Config") -> None:
     """After the model's own sizes, those of each rank's share."""
-    for one in (cfg, *([critic_config(cfg)] if _has_fp8_critic(cfg) else [])):
-        if uses_fp8(one):
-            check_layout(one, lambda module: not _kept(module, cfg.numerics.high_precision_modules))
+    for one in ([cfg] if uses_fp8(cfg) else []) + fp8_models(cfg):
+        check_layout(one, lambda module: not _kept(module, cfg.numerics.high_precision_modules))
 
 
 def _representatives(model: "ModelConfig") -> Iterator[tuple[str, set[str]]]:

@@ -39,7 +39,7 @@ def line_chart(lines: Sequence[Line], *, from_zero: bool = False, x_name: str = 
     lows, highs = zip(*(_extent(line) for line in lines), strict=True)
     bottom = min(0.0, min(lows)) if from_zero else min(lows)
     frame = _Frame(min(xs), max(xs), bottom, max(highs), whole=x_name == "step")
-    parts = [frame.axes()]
+    parts = [frame.axes(x_name)]
     for index, line in enumerate(lines):
         parts.append(_draw_line(frame, line, index, x_name))
     return _wrap(parts, [line.label for line in lines])
@@ -61,7 +61,7 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
     centres = [(steps[b][0] + steps[b][-1]) / 2 for b in bins]
     frame = _Frame(centres[0] - half, centres[-1] + half, 0.0, max(totals))
     width = max(1.0, (frame.x(half) - frame.x(-half)) * 0.82)
-    parts = [frame.axes()]
+    parts = [frame.axes("step")]
     for column, centre in enumerate(centres):
         below = 0.0
         for index, (label, values) in enumerate(heights.items()):
@@ -107,8 +107,9 @@ class _Frame:
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
-    def axes(self) -> str:
-        parts = []
+    def axes(self, x_name: str) -> str:
+        # below the numbers of the vertical axis, where no number of the horizontal one comes
+        parts = [f'<text class="tick" x="0" y="{HEIGHT - 10}">{escape(x_name)}</text>']
         for tick in self.y_ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -168,7 +168,7 @@ def _skipped(history: RunHistory) -> Figure:
     return Figure(
         label="Skipped optimizer steps",
         value=str(skipped),
-        note="non-finite gradients" if skipped else "",
+        note="non-finite gradients, or nothing left to train on" if skipped else "",
         good=None if not skipped else False,
     )
 

@@ -167,6 +167,11 @@ def _ratio_tails(records: Records, window: int) -> Series:
     return rolling_mean([(s, v + low.get(s, 0.0)) for s, v in high], window)
 
 
+def _explained(records: Records, window: int) -> Series:
+    """A new critic knows nothing; the first two windows are its own."""
+    return rolling_mean(points(records, "critic/vf_explained_var")[2 * window :], window)
+
+
 def _cache_share(records: Records, window: int) -> Series:
     means = rolling_mean(points(records, "rollout/prefix_cache_hit_rate"), window)
     best = accumulate((value for _, value in means), max)
@@ -230,7 +235,7 @@ MONITORS: tuple[Monitor, ...] = (
         series=_cache_share,
         advice="prompts of a group are computed again; give the KV cache more memory or run fewer sequences at once.",
         fields=("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.max_num_seqs"),
-        needs="rollout/prefix_cache_hit_rate, which the in-process engine measures",
+        needs="rollout/prefix_cache_hit_rate; of a server at rollout.server_url with --enable-prompt-tokens-details alone",
         below=True,
     ),
     Monitor(
@@ -257,6 +262,15 @@ MONITORS: tuple[Monitor, ...] = (
         advice="the policy has stopped exploring; raise the upper clip bound or the entropy bonus, or lower the learning rate.",
         fields=("objective.clip_high", "objective.entropy_coef", "training.learning_rate"),
         needs="entropy",
+        below=True,
+    ),
+    Monitor(
+        name="blind_critic",
+        label="Share of the returns' variance that the critic explains",
+        series=_explained,
+        advice="a constant predicts the returns as well, the critic only adds noise; let it learn alone for longer, or at another rate.",
+        fields=("objective.critic.critic_warmup", "objective.critic.learning_rate"),
+        needs="critic/vf_explained_var of three times health.window steps (objective.advantage gae)",
         below=True,
     ),
     Monitor(

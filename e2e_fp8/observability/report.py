@@ -149,7 +149,8 @@ def _efficiency(history: RunHistory) -> list[str]:
             charts.append(_figure(title, caption, line_chart(lines, from_zero=True, x_name=unit), f"against {unit}"))
     if budget:
         line = Line(label="KL to the start", steps=list(budget), values=list(budget.values()))
-        charts.append(_figure("KL budget", "KL per response token times mean response length", line_chart([line], from_zero=True), "nats"))
+        caption = "KL per response token times mean response length; 5 to 15 nats are normal, health.kl_budget is the alarm"
+        charts.append(_figure("KL budget", caption, line_chart([line], from_zero=True), "nats per response"))
     return charts
 
 
@@ -275,19 +276,22 @@ def _row(cells: Sequence[object], mark: str = "") -> str:
 
 
 def _health_table(history: RunHistory) -> str:
-    """Alarms first."""
+    """Alarms first; what sees nothing in this run is folded away."""
     order = ("alarm", "recovered", "ok", "not measured", "off")
-    rows = []
+    rows: list[str] = []
+    unseen: list[str] = []
     for v in sorted(history.health(), key=lambda v: order.index(v.state)):
         fields = ", ".join(v.monitor.fields)
         advice = f"{v.monitor.advice} Fields: {fields}." if v.alarms else f"Needs {v.monitor.needs}." if not v.series else ""
         span = f"{v.alarms[0][0]:g} to {v.alarms[-1][0]:g}" if len(v.alarms) > 1 else f"{v.alarms[0][0]:g}" if v.alarms else ""
         last = short(v.series[-1][1]) if v.series else ""
         limit = f"{'<' if v.monitor.below else '>'} {short(v.threshold)}" if v.threshold is not None else ""
-        rows.append(_row([v.monitor.label, v.state, last, limit, span, advice], "bad" if v.firing else ""))
+        row = _row([v.monitor.label, v.state, last, limit, span, advice], "bad" if v.firing else "")
+        (unseen if v.state in ("not measured", "off") else rows).append(row)
     lead = '<p class="lead">Thresholds are the fields of the health section; an alarm changes nothing in the run.</p>'
-    table = _table(["Monitor", "State", "Last", "Alarm at", "Alarms, steps", "Advice"], rows)
-    return f'<section class="health"><h2>Health</h2>{lead}{table}</section>'
+    head = ["Monitor", "State", "Last", "Alarm at", "Alarms, steps", "Advice"]
+    folded = f"<details><summary>{len(unseen)} monitors not measured or off</summary>{_table(head, unseen)}</details>" if unseen else ""
+    return f'<section class="health"><h2>Health</h2>{lead}{_table(head, rows) if rows else ""}{folded}</section>'
 
 
 def _bounds_table(history: RunHistory) -> str:

@@ -7,10 +7,11 @@ import torch
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.correction.apply import joined_boundaries
+from e2e_fp8.orchestration.ranks.loss_recipe import ValueLoss
 from e2e_fp8.orchestration.shaping import kl_is_in_reward, mean_kl, punished_rewards, token_kl
 from e2e_fp8.training.value_engine import ValueEngine
 from e2e_fp8.types import PackedBatch, Sample, StepReport
-from e2e_fp8.update.value import explained_variance, generalized_advantages, make_value_loss_fn, token_rewards, whitened
+from e2e_fp8.update.value import explained_variance, generalized_advantages, token_rewards, whitened
 
 
 def with_gae(
@@ -58,7 +59,7 @@ def update_critic(critic: ValueEngine, minibatches: Sequence[list[PackedBatch]],
 
     The correction of the policy's loss plays no part: a return is a return of the policy that sampled, whatever its ratio.
     """
-    loss_fn = make_value_loss_fn(cfg.objective.critic)
+    loss_fn = ValueLoss(critic=cfg.objective.critic)
     critic.set_learning_rate(cfg.objective.critic.learning_rate)
     reports: list[StepReport] = []
     for part in minibatches:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from e2e_fp8.config.alignment import choices_of
+from e2e_fp8.config.beside import fp8_models
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 
@@ -27,7 +28,7 @@ def resolve_backend(cfg: Config) -> Config:
     if wanted == "cuda" and not has_gpu:
         raise ConfigError("run.backend is cuda but torch sees no GPU; use run.backend: cpu, or run `e2e-fp8 doctor` on the GPU machine.")
     chosen = ("cuda" if has_gpu else "cpu") if wanted == "auto" else wanted
-    if chosen == "cuda" and cfg.numerics.training_precision == "fp8" and torch.cuda.get_device_capability() != (9, 0):
+    if chosen == "cuda" and fp8_models(cfg) and torch.cuda.get_device_capability() != (9, 0):
         raise ConfigError(
             f"FP8 with FP32 block scales needs compute capability 9.0 (Hopper); this GPU has {torch.cuda.get_device_capability()}. "
             "Use run.backend: cpu or numerics.training_precision: bf16."

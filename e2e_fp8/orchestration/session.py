@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from e2e_fp8.config.beside import reference_config
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
@@ -15,7 +16,7 @@ from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.checkpoint import CheckpointStore, WriteShares
 from e2e_fp8.orchestration.environment import prepare, seed_generators
 from e2e_fp8.orchestration.episodes import generate_episodes
-from e2e_fp8.orchestration.ranks.driver import DrivingEngine, lead
+from e2e_fp8.orchestration.ranks.driver import DrivingCritic, DrivingEngine, lead
 from e2e_fp8.orchestration.ranks.meeting import check_ranks
 from e2e_fp8.orchestration.ranks.shares import check_same_ranks, grid_of, whole_masters
 from e2e_fp8.orchestration.shadow_pass import ClipState
@@ -82,10 +83,10 @@ class Session:
 
     def _load_reference(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
         if isinstance(self.trainer, DrivingEngine):
-            self.reference = DrivingEngine(self.cfg, self.trainer.channel, "reference")
+            self.reference = DrivingEngine(reference_config(self.cfg), self.trainer.channel, "reference")
             self.reference.restore(state, source)
         else:
-            self.reference = MegatronEngine(self.cfg)
+            self.reference = MegatronEngine(reference_config(self.cfg))
             self.reference.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,8 +152,13 @@ class Session:
 
     def make_critic(self, state: dict[str, Any] | None) -> None:
         """Build the critic: from its saved ``state``, or new from objective.critic.hf_path or the trainer's weights as they are now."""
-        self.critic = ValueEngine(self.cfg)
-        if state is not None:
+        if isinstance(self.trainer, DrivingEngine):
+            self.critic = DrivingCritic(self.cfg, self.trainer.channel)
+        else:
+            self.critic = ValueEngine(self.cfg)
+        if isinstance(self.critic, DrivingCritic) and state is not None:
+            self.critic.restore(state, "share")
+        elif state is not None:
             self.critic.load_state_dict(state)
         elif self.cfg.objective.critic.hf_path is None:
             self.critic.start_from(self.trainer.named_masters())

@@ -55,7 +55,7 @@ class ServerEngine:
         self.policy_version: int | None = None
         """Version of the weights delivered last; None before the first delivery."""
         self.prefix_cache_hit_rate: float | None = None
-        """Always None: the answers of the server do not say."""
+        """Of the last ``generate``; None when the server was started without ``--enable-prompt-tokens-details``."""
         self.eos_token_id, self.decode = eos_token_id, decode
         self.process = self._start(model_dir) if cfg.rollout.server_url is None else None
         try:
@@ -128,7 +128,9 @@ class ServerEngine:
             ) from error
         except aiohttp.ClientError as error:
             raise EngineError(f"The rollout server {self._url} broke off during generation ({error}).{self._told()}") from error
-        return [self._sample(prompts[i // group_size], i // group_size, answer) for i, answer in enumerate(answers)]
+        samples = [self._sample(prompts[i // group_size], i // group_size, answer) for i, answer in enumerate(answers)]
+        self.prefix_cache_hit_rate = _hit_rate(samples)
+        return samples
 
     def _told(self) -> str:
         """The dead server's own error, to be appended to a sentence."""
@@ -168,9 +170,11 @@ class ServerEngine:
                     f"The rollout server answered from policy version {version}, but {self.policy_version} was delivered here: another "
                     "trainer publishes to it; give each run its own server."
                 )
-            return body["choices"][0]
+            return body
 
-    def _sample(self, prompt: Prompt, group_id: int, choice: dict[str, Any]) -> Sample:
+    def _sample(self, prompt: Prompt, group_id: int, answer: dict[str, Any]) -> Sample:
+        choice = answer["choices"][0]
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         token_ids = tuple(choice["token_ids"])
         log_probs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
         if len(log_probs) != len(token_ids):
@@ -187,6 +191,7 @@ class ServerEngine:
             finish_reason=choice["finish_reason"],
             routed_experts=routed_experts,
             routed_weights=routed_weights,
+            cached_tokens=details.get("cached_tokens"),
             policy_version=self.policy_version,
             stop=self.cfg.rollout.stop,
             eos_token_id=self.eos_token_id,
@@ -235,3 +240,11 @@ class ServerEngine:
         if self.process is not None:
             self.process.close()
             self.process = None
+
+
+def _hit_rate(samples: Sequence[Sample]) -> float | None:
+    """Share of the prompts' tokens that came from the prefix cache; None where an answer does not say."""
+    cached = [s.cached_tokens for s in samples if s.cached_tokens is not None]
+    if len(cached) < len(samples) or not samples:
+        return None
+    return sum(cached) / max(1, sum(len(s.prompt.token_ids) for s in samples))

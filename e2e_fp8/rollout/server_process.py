@@ -51,7 +51,8 @@ def server_flags(args: Mapping[str, Any]) -> list[str]:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return [*flags, *REMOTE_FLAGS]
+    # with the last one, answers say how much of the prompt came from the prefix cache
+    return [*flags, *REMOTE_FLAGS, "--enable-prompt-tokens-details"]
 
 
 class ServerProcess:

@@ -6,6 +6,8 @@
 ["weigh", RANK]          what memory_metrics says while that rank holds HEAVY_MIB more: memory.json
 ["save", STEP]           a checkpoint
 ["resume", RUN, STEP]    from the checkpoint of another job
+["critic", N]            a critic from the policy's weights unless there is one, its values, N optimizer steps of it, its values again:
+                         critic.safetensors, appended to critic.json
 ["reference"]            a frozen second engine, whose log-probs go to reference.safetensors
 ["whole", NAME]          gathered and checked tensors, and masters put together from the newest checkpoint
 ["weights", RUN]         the weights alone, in one process
@@ -29,6 +31,7 @@ from safetensors.torch import save_file
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
+from e2e_fp8.orchestration.critic import update_critic
 from e2e_fp8.orchestration.memory_probe import memory_metrics
 from e2e_fp8.orchestration.ranks import follower
 from e2e_fp8.orchestration.ranks.driver import DrivingEngine, lead
@@ -53,7 +56,7 @@ def drive(case: dict[str, Any], out: Path) -> None:
     engine = lead(cfg) if world_size() > 1 else MegatronEngine(cfg)
     session = Session(cfg=cfg, task=None, trainer=engine, model_dir=out)  # type: ignore[arg-type]
     engine.set_learning_rate(case["learning_rate"])
-    driver = Driver(session, policy_batches(case, cfg), out)
+    driver = Driver(session, policy_batches(case, cfg), out, case["learning_rate"])
     for name, *words in case["drive"]:
         getattr(driver, name)(*words)
     if isinstance(engine, DrivingEngine):
@@ -115,12 +118,22 @@ def policy_batches(case: dict[str, Any], cfg: Config) -> list[PackedBatch]:
     return found
 
 
+def with_returns(batches: list[PackedBatch]) -> list[PackedBatch]:
+    """Random returns; the values before the update are far off, so that some are clipped."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for batch in batches:
+        returns, values = (torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask for _ in range(2))
+        found.append(replace(batch, returns=returns, values=values))
+    return found
+
+
 class Driver:
-    def __init__(self, session: Session, batches: list[PackedBatch], out: Path) -> None:
-        self.session, self.batches, self.out = session, batches, out
+    def __init__(self, session: Session, batches: list[PackedBatch], out: Path, learning_rate: float) -> None:
+        self.session, self.batches, self.out, self.learning_rate = session, batches, out, learning_rate
         self.engine, self.cfg = session.trainer, session.cfg
         self.store = CheckpointStore(out / "checkpoints", keep=9)
         self.reports: list[dict[str, float]] = []
+        self.critic_reports: list[dict[str, float]] = []
 
     def stats(self) -> None:
         found = self.engine.token_stats(self.batches)
@@ -153,7 +166,23 @@ class Driver:
 
     def resume(self, run: str, step: int) -> None:
         store = CheckpointStore(Path(run) / "checkpoints", keep=9)
-        self.session.restore(store.load(step), store, step)
+        state = store.load(step)
+        self.session.restore(state, store, step)
+        if "critic" in state:
+            self.session.make_critic(state["critic"])
+
+    def critic(self, steps: int) -> None:
+        if self.session.critic is None:
+            self.session.make_critic(None)
+        critic = self.session.critic
+        assert critic is not None
+        of_critic = self.cfg.objective.critic.model_copy(update={"learning_rate": self.learning_rate})
+        cfg = self.cfg.model_copy(update={"objective": self.cfg.objective.model_copy(update={"critic": of_critic})})
+        found, batches = {f"before/{i}": v.cpu() for i, v in enumerate(critic.values(self.batches))}, with_returns(self.batches)
+        self.critic_reports += [update_critic(critic, [batches], cfg) for _ in range(steps)]
+        found |= {f"after/{i}": v.cpu() for i, v in enumerate(critic.values(self.batches))}
+        save_file(found, self.out / "critic.safetensors")
+        (self.out / "critic.json").write_text(json.dumps(self.critic_reports))
 
     def reference(self) -> None:
         self.session.make_reference()

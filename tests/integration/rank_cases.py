@@ -39,6 +39,7 @@ class Case:
     backend: str = "cpu"
     rollout_tp: int = 1
     transport: str = "ipc"
+    objective: dict = field(default_factory=dict)
     more: dict = field(default_factory=dict)
     """What else the ranks do, see rank_process.py: ``publish``, ``engines``, ``replay``."""
 
@@ -51,6 +52,7 @@ class Case:
             "model": {**MODEL, **self.model},
             "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
             "run": {"backend": self.backend},
+            "objective": self.objective,
             "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0}
             | ({"router_replay": {"mode": self.more["replay"]}} if "replay" in self.more else {}),
         }

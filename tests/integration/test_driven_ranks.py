@@ -27,6 +27,9 @@ GRIDS = {
 LIFE = [["stats"], ["train", 1], ["save", 1], ["train", 1], ["save", 2], ["whole", "end"], ["reference"]]
 
 
+CRITIC = [["stats"], ["train", 1], ["critic", 2], ["save", 1], ["critic", 1], ["save", 2], ["whole", "end"]]
+
+
 def case_of(grid: str | None, *drive: list) -> Case:
     return Case(**(GRIDS[grid] if grid else {"world": 1}), more={"drive": list(drive)})
 
@@ -83,6 +86,58 @@ def test_one_process_reads_the_weights_of_all_shares(grid, results):
     many = results(case_of(grid, *LIFE))
     alone = results(case_of(None, ["weights", str(many)], ["save", 1], ["whole", "end"]))
     assert same_bytes(load_file(alone / "end.safetensors"), load_file(many / "end.safetensors"))
+
+
+def critic_of(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    return load_file(folder / "critic.safetensors"), json.loads((folder / "critic.json").read_text())
+
+
+@pytest.mark.parametrize("grid", ["dp2", "pp2"])
+def test_the_critic_that_rank_0_drives_is_that_of_one_rank(grid, results):
+    """Values bit for bit, before and after its steps; it started from the policy as trained, and left that as it was."""
+    many, one = results(case_of(grid, *CRITIC)), results(case_of(None, *CRITIC))
+    (values, reports), (expected, theirs) = critic_of(many), critic_of(one)
+    assert same_bytes(values, expected)
+    assert not torch.equal(values["before/0"], values["after/0"])
+    assert len(reports) == 3
+    for ours, single in zip(reports, theirs, strict=True):
+        # sums of floats in another order
+        assert ours == pytest.approx(single, rel=1e-5)
+        assert ours["critic/grad_norm"] > 0
+    assert reports[0]["critic/vf_clipfrac"] > 0
+    assert same_bytes(load_file(many / "end.safetensors"), load_file(one / "end.safetensors"))
+
+
+@pytest.mark.parametrize("grid", ["tp2", "ep2"])
+def test_a_divided_critic_is_that_of_one_rank_within_rounding(grid, results):
+    (values, reports), (expected, theirs) = critic_of(results(case_of(grid, *CRITIC))), critic_of(results(case_of(None, *CRITIC)))
+    ours, single = (torch.cat([found[name] for name in ("after/0", "after/1")]) for found in (values, expected))
+    assert (ours - single).norm() <= RANKS_UPDATE["fp8"] * single.norm()
+    for found, known in zip(reports, theirs, strict=True):
+        assert found["critic/vf_loss"] == pytest.approx(known["critic/vf_loss"], rel=RANKS_UPDATE["fp8"])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_resumed_critic_ends_with_the_same_bytes(grid, results):
+    straight = results(case_of(grid, *CRITIC))
+    resumed = results(case_of(grid, ["warm"], ["resume", str(straight), 1], ["critic", 1], ["save", 2]))
+    for name, tensor in critic_of(resumed)[0].items():
+        assert torch.equal(tensor, critic_of(straight)[0][name]), name
+    for rank in range(2):
+        left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
+        assert "critic" in left
+        assert_same_state(left, right, f"rank {rank}")
+
+
+def test_a_bf16_reference_beside_an_fp8_trainer_is_that_of_one_rank(results):
+    cases = [
+        Case(**size, objective={"kl_coef": 0.1, "reference_precision": "bf16"}, more={"drive": [["stats"], ["reference"]]})
+        for size in (GRIDS["dp2"], {"world": 1})
+    ]
+    many, one = ([load_file(results(case) / f"{name}.safetensors") for name in ("log_probs", "reference")] for case in cases)
+    assert same_bytes(many[0], one[0])
+    assert same_bytes(many[1], one[1])
+    assert not torch.equal(many[1]["log_probs/0"], many[0]["log_probs/0"])
 
 
 def test_other_ranks_may_not_resume(results, run_job):

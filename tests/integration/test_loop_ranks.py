@@ -26,6 +26,7 @@ GRIDS = {
     "tp2": ["training.parallel.tensor=2"],
     "pp2": ["training.parallel.pipeline=2"],
     "ep2": ["training.parallel.expert=2"],
+    "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae"],
     "dp2_audited": ["numerics.alignment=bitwise", "training.old_log_probs=rollout", "training.old_log_probs_audit=0.2"],
     "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],
 }
@@ -106,6 +107,7 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
     for step in steps[2:]:
         assert step["receipt/passed"] == 1.0
         assert 0 <= step["mismatch_kl"] < 0.05
+        assert 0 <= step["rollout/prefix_cache_hit_rate"] <= 1
         assert step["skipped_steps"] + step["policy_version"] > 2
         # the first audit is of all 16 samples, then each of two ranks takes a fifth of its own
         if "old_log_probs/audited_sequences" in step:

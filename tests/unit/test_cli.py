@@ -48,7 +48,10 @@ def test_help_of_each_command(command, capsys):
         (["train", "run.yaml", "--set", "run.step=3"], "did you mean run.steps"),
         (["train", "run.yaml", "--set", "model.hidden_size=200"], "use 128 or 256"),
         (["train", "run.yaml", "--set", "model.hf_path=nowhere"], "config.json does not exist"),
-        (["train", "run.yaml", "--resume", "--set", "training.parallel.context=2"], "not implemented yet"),
+        (
+            ["train", "run.yaml", "--resume", "--set", "training.parallel.context=2"],
+            "sizes above 1 are not implemented",
+        ),
         (["eval", "none.yaml"], "none.yaml does not exist"),
         (["eval", "."], "not a run folder"),
         (["eval", "run.yaml", "--samples", "0"], "at least 1"),

@@ -70,6 +70,10 @@ CASES = {
         {"groups/degenerate": lambda i: 20.0, "groups/total": lambda i: 64.0},
     ),
     "entropy_collapse": ({"entropy": lambda i: 1.5 * 0.85**i}, {"entropy": lambda i: 1.5 - 0.02 * i}),
+    "blind_critic": (
+        {"critic/vf_explained_var": lambda i: -0.1},
+        {"critic/vf_explained_var": lambda i: -0.5 if i < 10 else 0.1},
+    ),
     "ratio_tails": (
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.006, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.007},
         {"rollout_corr/rollout_is_ratio_fraction_high": lambda i: 0.002, "rollout_corr/rollout_is_ratio_fraction_low": lambda i: 0.003},

@@ -57,6 +57,9 @@ def test_objectives_has_every_objective_and_both_precisions_of_three():
         for precision in ("fp8", "bf16"):
             level = "sequence" if kind == "gspo" else "token"
             assert {(kind, precision, precision, level), (kind, precision, precision, None)} <= found
+        calibrated = {c.correction.rollout_is for c in arms if c.objective.kind == kind and c.objective.calibration.interval}
+        assert calibrated == {level, None}
+    assert {c.numerics.training_precision for c in arms if c.objective.advantage == "gae"} == {"fp8", "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ Rank 0 alone samples, rewards, corrects and logs, over all samples, so that noth
 carries all micro-batches; each data-parallel rank takes every n-th of them, log-probs come back to rank 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,23 +18,109 @@ import torch.distributed as dist
 from e2e_fp8.config.root import Config
 from e2e_fp8.observability.memory import GIB, resident_gib
 from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensors
-from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss
+from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss, ValueLoss
 from e2e_fp8.orchestration.ranks.meeting import hand_over
-from e2e_fp8.protocols import LossFn
 from e2e_fp8.rank_grid import RankGrid
-from e2e_fp8.training.engine import MegatronEngine, select_ground
+from e2e_fp8.training.engine import MegatronEngine, MegatronModel, select_ground
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.parallel import start_torch_distributed, world_size
+from e2e_fp8.training.value_engine import ValueEngine
 from e2e_fp8.types import PackedBatch, ReplayCounts, StepReport, TokenStats
 
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "critic"]
 
 
-class DrivingEngine(MegatronEngine):
-    """Rank 0's engine. Whatever needs all ranks is told to the others before it starts here.
+class DrivingModel[Readout](MegatronModel[Readout]):
+    """What rank 0's policy, reference and critic share: whatever needs all ranks is told to the others before it starts here.
 
     Any method may raise RankError when a rank is gone.
     """
+
+    channel: RankChannel
+    role: Role
+
+    def _tell(self, do: str, tensors: Sequence[torch.Tensor] = (), **more: Any) -> None:
+        self.channel.tell({"do": do, "engine": self.role} | more, tensors)
+
+    def _of_all[Found](
+        self,
+        do: str,
+        batches: Sequence[PackedBatch],
+        own: Callable[[Sequence[PackedBatch]], list[Found]],
+        read: Callable[[torch.Tensor], Found],
+    ) -> list[Found]:
+        """``own`` of this rank's micro-batches and what the others answer for theirs, in order of ``batches``."""
+        names, tensors = batch_tensors(batches)
+        self._tell(do, tensors, batches=names)
+        found: list[Found | None] = [None] * len(batches)
+        data = self.grid.data
+        with self.channel.guarded():
+            found[::data] = own(share_of(batches, 0, data))
+        for rank in range(1, self.grid.world):
+            if answers_forward(self.grid, rank):
+                index = self.grid.place(rank).data
+                _, rows = self.channel.ask(rank)
+                found[index::data] = [read(row.to(self.device)) for row in rows]
+        return [one for one in found if one is not None]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """As MegatronModel's."""
+        self._tell("set_learning_rate", learning_rate=learning_rate)
+        super().set_learning_rate(learning_rate)
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: Callable[[Readout, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        denominator: float,
+    ) -> StepReport:
+        """As MegatronModel's, of all micro-batches of all data-parallel ranks.
+
+        Raises:
+            TypeError: the loss function cannot be named to the other ranks.
+        """
+        recipe: object = loss_fn
+        if not isinstance(recipe, PolicyLoss | SupervisedLoss | ValueLoss):
+            raise TypeError(f"{type(recipe).__name__} cannot be sent to other ranks; give a PolicyLoss, SupervisedLoss or ValueLoss")
+        names, tensors = batch_tensors(batches)
+        self._tell("train_step", tensors, batches=names, loss=recipe.to_json(), denominator=denominator)
+        with self.channel.guarded():
+            return super().train_step(share_of(batches, 0, self.grid.data), loss_fn, denominator)
+
+    def restore(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
+        """Load ``state`` here, and on every other rank its own share read by ``read_shares``, or its own policy's state."""
+        self._tell("restore", source=source)
+        with self.channel.guarded():
+            super().load_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
+        """Refused: the others have states of their own, see :meth:`restore`."""
+        raise TypeError("of several ranks each loads its own state; call restore")
+
+
+class DrivingCritic(DrivingModel[torch.Tensor], ValueEngine):
+    """Rank 0's critic, on the ranks of ``channel``."""
+
+    def __init__(self, cfg: Config, channel: RankChannel) -> None:
+        """As ValueEngine."""
+        self.channel, self.role = channel, "critic"
+        self._tell("build")
+        with channel.guarded():
+            super().__init__(cfg)
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """As ValueEngine's, of all micro-batches of all data-parallel ranks, in order."""
+        return self._of_all("values", batches, super().values, lambda row: row)
+
+    def start_from(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As ValueEngine's; the others take those of their own policy."""
+        self._tell("start_from")
+        with self.channel.guarded():
+            super().start_from(masters)
+
+
+class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
+    """Rank 0's policy, or its reference."""
 
     def __init__(self, cfg: Config, channel: RankChannel, role: Role = "policy") -> None:
         """As MegatronEngine."""
@@ -43,64 +129,13 @@ class DrivingEngine(MegatronEngine):
         with channel.guarded():
             super().__init__(cfg)
 
-    def _tell(self, do: str, tensors: Sequence[torch.Tensor] = (), **more: Any) -> None:
-        self.channel.tell({"do": do, "engine": self.role} | more, tensors)
-
     def token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
         """As MegatronEngine's, of all micro-batches of all data-parallel ranks, in order."""
-        return self._stats_of_all("token_stats", batches, super().token_stats)
+        return self._of_all("token_stats", batches, super().token_stats, _stats_from)
 
     def high_precision_token_stats(self, batches: Sequence[PackedBatch]) -> list[TokenStats]:
         """As MegatronEngine's, of all micro-batches of all data-parallel ranks, in order."""
-        return self._stats_of_all("high_precision_token_stats", batches, super().high_precision_token_stats)
-
-    def _stats_of_all(
-        self, do: str, batches: Sequence[PackedBatch], own: Callable[[Sequence[PackedBatch]], list[TokenStats]]
-    ) -> list[TokenStats]:
-        names, tensors = batch_tensors(batches)
-        self._tell(do, tensors, batches=names)
-        found: list[TokenStats | None] = [None] * len(batches)
-        data = self.grid.data
-        with self.channel.guarded():
-            found[::data] = own(share_of(batches, 0, data))
-        for rank in range(1, self.grid.world):
-            if self.answers_stats(rank):
-                index = self.grid.place(rank).data
-                _, rows = self.channel.ask(rank)
-                found[index::data] = [TokenStats(log_probs=row[0], entropy=row[1]) for row in (r.to(self.device) for r in rows)]
-        return [stats for stats in found if stats is not None]
-
-    def answers_stats(self, rank: int) -> bool:
-        """Whether ``rank`` sends the log-probs of its data-parallel share: of the ranks with the same micro-batches, the first."""
-        return answers_stats(self.grid, rank)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """As MegatronEngine's."""
-        self._tell("set_learning_rate", learning_rate=learning_rate)
-        super().set_learning_rate(learning_rate)
-
-    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, denominator: float) -> StepReport:
-        """As MegatronEngine's, of all micro-batches of all data-parallel ranks.
-
-        Raises:
-            TypeError: the loss function cannot be named to the other ranks.
-        """
-        if not isinstance(loss_fn, PolicyLoss | SupervisedLoss):
-            raise TypeError(f"{type(loss_fn).__name__} cannot be sent to other ranks; give a PolicyLoss or SupervisedLoss")
-        names, tensors = batch_tensors(batches)
-        self._tell("train_step", tensors, batches=names, loss=loss_fn.to_json(), denominator=denominator)
-        with self.channel.guarded():
-            return super().train_step(share_of(batches, 0, self.grid.data), loss_fn, denominator)
-
-    def restore(self, state: dict[str, Any], source: Literal["share", "policy"]) -> None:
-        """Load ``state`` here, and on every other rank its own share read by :meth:`read_shares`, or its own policy's state."""
-        self._tell("restore", source=source)
-        with self.channel.guarded():
-            super().load_state_dict(state)
-
-    def load_state_dict(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
-        """Refused: the others have states of their own, see :meth:`restore`."""
-        raise TypeError("of several ranks each loads its own state; call restore")
+        return self._of_all("high_precision_token_stats", batches, super().high_precision_token_stats, _stats_from)
 
     def read_shares(self, root: Path, step: int) -> None:
         """Have every other rank read its share of a checkpoint.
@@ -165,7 +200,11 @@ class DrivingEngine(MegatronEngine):
             dist.destroy_process_group()
 
 
-def answers_stats(grid: RankGrid, rank: int) -> bool:
+def _stats_from(row: torch.Tensor) -> TokenStats:
+    return TokenStats(log_probs=row[0], entropy=row[1])
+
+
+def answers_forward(grid: RankGrid, rank: int) -> bool:
     """Of the ranks that run the same micro-batches, the first one answers for all; rank 0 asks itself."""
     place = grid.place(rank)
     return place.tensor == 0 and place.pipeline == 0 and place.data > 0

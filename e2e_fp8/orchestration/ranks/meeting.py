@@ -23,18 +23,13 @@ def check_ranks(cfg: Config, world: int) -> None:
     """Refuse what ``world`` ranks cannot run.
 
     Raises:
-        ConfigError: parallel sizes do not fit, rank 0 of several would start vLLM in its own process, or several would train a critic.
+        ConfigError: parallel sizes do not fit, or rank 0 of several would start vLLM in its own process.
     """
     RankGrid.of(cfg.training.parallel, world)
     if world > 1 and cfg.rollout.placement == "in_process":
         raise ConfigError(
             f"rollout.placement is in_process, but the job has {world} ranks: vLLM would build its process groups over all of them and "
             "wait forever. Set rollout.placement=server and sync.transport=ipc (or nccl, for GPUs that the trainer does not use)."
-        )
-    if world > 1 and cfg.objective.advantage == "gae":
-        raise ConfigError(
-            f"objective.advantage is gae, but the job has {world} ranks: a critic trains in the loop of one rank only. Set advantage to "
-            "group, or start one rank."
         )
 
 
