@@ -64,7 +64,7 @@ def piece_manifest(table: Manifest, tensors: Iterator[ExportedTensor], cfg: Conf
             _fill(parameter, start, slot, entry)
             if not parameter.missing:
                 records |= _digested(parameter)
-    return Manifest(tensors=records, covered="pieces", rank=table.rank), others
+    return Manifest.of_records(records, covered="pieces", rank=table.rank), others
 
 
 def _layout(
