@@ -225,6 +225,8 @@ _TABLE = (
         bitwise="shared",
     ),
 )
+MOE_CAUSES = ("swiglu", "router_gemm", "top_k", "gate_normalization", "router_probabilities", "combine")
+"""Causes that live inside a mixture-of-experts layer; with one of them shared the trainer's layer is SharedMoELayer."""
 CAUSES: dict[str, Cause] = {cause.name: cause for cause in _TABLE}
 """All causes by name, in the order in which a forward pass meets them (activation_scales, which the CPU does not have, last)."""
 

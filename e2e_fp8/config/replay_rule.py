@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from e2e_fp8.config.alignment import MOE_CAUSES, choices_of
 from e2e_fp8.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ def check_router_replay(cfg: "Config") -> None:
         raise ConfigError(
             f"{field}, but model.num_experts_per_tok is 1: the engine marks what it did not record with zeros, which cannot be told from "
             "expert 0 then. Set the mode to disabled."
+        )
+    choices = choices_of(cfg.numerics)
+    shared = [name for name in MOE_CAUSES if choices[name] != "native"]
+    if mode == "R3_weights_order" and shared and choices["combine"] == "native":
+        raise ConfigError(
+            f"{field}, but numerics.alignment shares {shared[0]} with the engine and not combine, and outputs are then not added in the "
+            "order of the engine's slots: set numerics.alignment_overrides.combine to shared, or the mode to R3."
         )
     if cfg.rollout.placement == "server" and cfg.run.backend == "cpu" and cfg.numerics.rollout_precision == "bf16":
         raise ConfigError(

@@ -13,13 +13,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from e2e_fp8.config.alignment import MOE_CAUSES
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics import row_invariant
 from e2e_fp8.training.norm import rms_norm
+from e2e_fp8.training.router_replay import ReplayHook, ValueWithGradientOf
 from e2e_fp8.training.shared_functions import SharedCombine, SharedMatmul, SharedRmsNorm, SharedRouterWeights, SharedSwiglu
-
-MOE_CAUSES = ("swiglu", "router_gemm", "top_k", "gate_normalization", "router_probabilities", "combine")
-"""Causes that live inside a mixture-of-experts layer."""
 
 
 class SharedNorm(torch.nn.RMSNorm):
@@ -85,10 +84,21 @@ class SharedMoELayer(MoELayer):
         top_k, renormalize = self.config.moe_router_topk, not self.config.moe_router_pre_softmax
         ids_Tk = self._top_k(logits_TE, top_k)
         if "gate_normalization" in self.shared:
-            return SharedRouterWeights.apply(logits_TE, ids_Tk, renormalize), ids_Tk
-        if renormalize:
-            return logits_TE.gather(1, ids_Tk).softmax(-1, dtype=torch.float32), ids_Tk
-        return logits_TE.softmax(-1, dtype=torch.float32).gather(1, ids_Tk), ids_Tk
+            weights_Tk = SharedRouterWeights.apply(logits_TE, ids_Tk, renormalize)
+        elif renormalize:
+            weights_Tk = logits_TE.gather(1, ids_Tk).softmax(-1, dtype=torch.float32)
+        else:
+            weights_Tk = logits_TE.softmax(-1, dtype=torch.float32).gather(1, ids_Tk)
+        return self._replayed(weights_Tk), ids_Tk
+
+    def _replayed(self, weights_Tk: torch.Tensor) -> torch.Tensor:
+        """The engine's gate weights where routing is replayed with them, with the gradient of the router's own."""
+        hook = self.router.router_replay
+        if not isinstance(hook, ReplayHook) or hook.weights_Tk is None:
+            return weights_Tk
+        assert hook.replayed_T is not None
+        value_Tk = torch.where(hook.replayed_T[:, None], hook.weights_Tk.to(weights_Tk.dtype), weights_Tk.detach())
+        return ValueWithGradientOf.apply(weights_Tk, value_Tk)
 
     def _top_k(self, logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         """int64 ``[T, k]``; Megatron's routing replay, where it is on, has the last word as in its own router."""

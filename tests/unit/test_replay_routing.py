@@ -236,6 +236,14 @@ def test_what_replay_needs_is_checked_when_the_file_is_parsed(change, sentence):
         config("R3", **change)
 
 
+def test_the_order_of_slots_needs_the_shared_combine_in_a_layer_of_shared_operators():
+    open_combine = {"numerics": {"alignment": "bitwise", "alignment_overrides": {"combine": "native"}}}
+    config("R3", **open_combine)
+    config("R3_weights_order", numerics={"alignment": "bitwise"})
+    with pytest.raises(ConfigError, match=r"R3_weights_order, but .* shares swiglu .* and not combine.*overrides\.combine to shared"):
+        config("R3_weights_order", **open_combine)
+
+
 def test_gate_weights_are_recorded_only_where_they_are_replayed():
     for device in ("cpu", "cuda"):
         assert CAPTURE_GATE_WEIGHTS not in rollout_environment(config("R3"), device=device)

@@ -13,6 +13,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.packing import pad_packed
 from e2e_fp8.training.router_replay import sum_in_slot_order
+from e2e_fp8.training.shared_modules import SharedMoELayer
 
 MODES = pytest.mark.parametrize("mode", ["R3", "R3_weights_order"])
 LENGTHS = [7, 12, 4]
@@ -191,6 +192,33 @@ def test_the_order_of_addition_shows_where_it_can(generator):
     found = sum_in_slot_order(rows, sets(ids), ids)
     assert found[:, 0].tolist() == [1.0, 0.0]
     assert torch.equal(found, slow_sum_in_slot_order(rows, ids, EXPERTS))
+
+
+@MODES
+def test_a_layer_of_shared_operators_uses_them_too(mode, generator):
+    """numerics.alignment=bitwise: replayed gate weights in the engine's order, and no gradient but that of the router's own."""
+    values = config(mode, precision="fp8").model_dump()
+    values["numerics"] |= {"alignment": "bitwise"}
+    engine = MegatronEngine(Config.model_validate(values))
+    layers = [layer.mlp for layer in engine.model.decoder.layers]
+    seen: dict[int, tuple] = {}
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, SharedMoELayer)
+        layer.choose = lambda logits, index=index, inner=layer.choose: seen.setdefault(index, (logits.detach(), *inner(logits)))[1:]
+    plain = random_batch(LENGTHS, generator)
+    mask = torch.rand(plain.token_ids.numel(), LAYERS, generator=generator) > 0.3
+    batch = replayed(plain, mode, generator, mask=mask)
+    engine.token_stats([plain])
+    own_choices, _ = dict(seen), seen.clear()
+    engine.token_stats([batch])
+    for index in range(LAYERS):
+        _, weights, ids = seen[index]
+        kept = mask[:, index]
+        assert torch.equal(ids[kept], batch.routed_experts[:, index].long()[kept])
+        if mode == "R3_weights_order":
+            assert torch.equal(weights[kept], batch.routed_weights[:, index][kept])
+    first_own, first = own_choices[0], seen[0]
+    assert torch.equal(first[1][~mask[:, 0]], first_own[1][~mask[:, 0]])
 
 
 @MODES
