@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What ``numerics.alignment: bitwise`` costs: tokens per second of rollout and training at both levels, in one run.
 
-    benchmarks/alignment_cost.py {qwen3-8b|qwen3-30b-a3b|tiny|CONFIG.yaml} [--parts rollout:fast,rollout:bitwise]
+    benchmarks/alignment_cost.py {qwen3-8b|qwen3-30b-a3b|tiny|CONFIG.yaml} [--parts rollout:fast,rollout:bitwise] [--lock FILE]
 
 Every part is a process of its own, because vLLM allows one engine in a process, and every part of one kind does the same work. Rollout:
 vLLM's dummy weights, all sequences sampled at once, CUDA graphs on at both levels, compilation where the level allows it (``fast``). One
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from transports import MODELS
+from transports import MODELS, alone
 
 from e2e_fp8.config.load import load_config, parse_config
 from e2e_fp8.orchestration.environment import prepare
@@ -95,9 +96,10 @@ def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, An
         outputs, _ = engine.probe(requests, lambda model: contextlib.nullcontext())
         return time.perf_counter() - begun, sum(len(output.token_ids) for output in outputs)
 
-    sample(min(8, args.new_tokens))
-    prefill_seconds = sample(1)[0]
-    runs = [sample(args.new_tokens) for _ in range(args.rounds)]
+    with alone(args.lock):
+        sample(min(8, args.new_tokens))
+        prefill_seconds = sample(1)[0]
+        runs = [sample(args.new_tokens) for _ in range(args.rounds)]
     engine.close()
     seconds, tokens = min(s for s, _ in runs), runs[0][1]
     return {
@@ -153,9 +155,10 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
         trainer.token_stats([batch])
 
     timed(step)
-    timed(step)
-    steps = [timed(step) for _ in range(args.rounds * 2 + 1)]
-    scores = [timed(score) for _ in range(args.rounds * 2 + 1)]
+    with alone(args.lock):
+        timed(step)
+        steps = [timed(step) for _ in range(args.rounds * 2 + 1)]
+        scores = [timed(score) for _ in range(args.rounds * 2 + 1)]
     seconds = statistics.median(steps)
     return {
         "tokens_per_s": len(tokens) / seconds,
@@ -168,21 +171,27 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
     }
 
 
+def one_part(argv: list[str], args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """What the process of one part measured, or ``error``."""
+    print(f"alignment_cost: {part}", file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, *argv, "--part", part]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s)
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stderr or b"").decode(errors="replace")[-ERROR_TAIL:]
+        return {"error": f"not finished after {args.timeout_s:g} s: {tail}"}
+    records = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not records:
+        return {"error": (done.stderr or done.stdout)[-ERROR_TAIL:]}
+    return json.loads(records[-1])
+
+
 def all_parts(argv: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Each part in a process of its own; ratios of bitwise to fast."""
-    result: dict[str, Any] = {"model": args.model, "arguments": argv}
-    for part in args.parts.split(","):
-        print(f"alignment_cost: {part}", file=sys.stderr, flush=True)
-        command = [sys.executable, __file__, *argv, "--part", part]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s)
-        except subprocess.TimeoutExpired as error:
-            tail = (error.stderr or b"").decode(errors="replace")[-ERROR_TAIL:]
-            result[part] = {"error": f"not finished after {args.timeout_s:g} s: {tail}"}
-            continue
-        records = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        failed = done.returncode or not records
-        result[part] = {"error": (done.stderr or done.stdout)[-ERROR_TAIL:]} if failed else json.loads(records[-1])
+    """Each part in a process of its own, with a lock side by side; ratios of bitwise to fast."""
+    parts = args.parts.split(",")
+    with ThreadPoolExecutor(len(parts) if args.lock else 1) as pool:
+        measured = pool.map(lambda part: one_part(argv, args, part), parts)
+        result: dict[str, Any] = {"model": args.model, "arguments": argv} | dict(zip(parts, measured, strict=True))
     for kind in ("rollout", "training"):
         fast, bitwise = (result.get(f"{kind}:{level}", {}).get("tokens_per_s") for level in LEVELS)
         if fast and bitwise:
@@ -207,6 +216,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, help="layers of the trained model")
     parser.add_argument("--train-tokens", type=int, default=8192, help="tokens of one optimizer step")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--lock", type=Path, help="start the parts side by side; each measures while it holds this file's lock")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each part")
     args = parser.parse_args()
     if args.part is None:

@@ -5,9 +5,9 @@
     tools/run_evidence.py --out DIR [--together] JOB [JOB ...]
 
 Each job writes DIR/JOB.log: a header with command, commit, versions, devices and start, then what the command printed, then its exit
-status and duration. ``$OUT`` in a command is DIR. The checkout's and site-packages' paths are replaced as the output arrives, so
-nothing is left to edit. Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing). Exit
-status 1 when one failed.
+status and duration. ``$OUT`` in a command is DIR. The checkout's, site-packages' and temporary paths are replaced as the output arrives,
+so nothing is left to edit. Jobs run one after the other, or side by side with ``--together`` (then no duration in them is a timing).
+Exit status 1 when one failed.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -44,7 +45,9 @@ def _output_of(*command: str) -> str:
 
 def _commit() -> str:
     """HEAD and whether the tree differs from it; a copy of a tree without its history names itself in E2E_FP8_COMMIT."""
-    head = os.environ.get("E2E_FP8_COMMIT") or _output_of("git", "rev-parse", "HEAD") or "unknown"
+    if named := os.environ.get("E2E_FP8_COMMIT"):
+        return named
+    head = _output_of("git", "rev-parse", "HEAD") or "unknown"
     return f"{head} with uncommitted changes" if _output_of("git", "status", "--porcelain", "-uno") else head
 
 
@@ -71,8 +74,8 @@ def header(name: str, command: str) -> str:
 
 
 def without_paths(line: str) -> str:
-    """``line`` with this machine's paths to the checkout and to installed packages replaced by REPO and SITE."""
-    places = {sysconfig.get_paths()["purelib"]: "SITE", str(ROOT): "REPO"}
+    """``line`` with this machine's paths to the checkout, to installed packages and for temporary files replaced by REPO, SITE and TMP."""
+    places = {sysconfig.get_paths()["purelib"]: "SITE", str(ROOT): "REPO", tempfile.gettempdir(): "TMP"}
     places |= {p: "SITE" for p in os.environ.get("PYTHONPATH", "").split(":") if p and not str(ROOT).startswith(p)}
     for path in sorted(places, key=len, reverse=True):
         line = line.replace(path, places[path])

@@ -1,8 +1,8 @@
 """Causal attention on Hopper whose row keeps its bits in prefill, decode, chunks, cached prefixes and packed training: FlashAttention 3.
 
 vLLM's build of it serves both sides, with one split of the keys. A row's sums then depend on how many keys a tile has, which the kernel
-chooses by head width, causality and paging; at the head widths allowed here it is 128 for all causal calls. It drops causality where no
-sequence has more than one query, so two are always announced. Loaded from vLLM's folder without importing vLLM. Imported on first use.
+chooses by head width, causality, paging and the announced number of queries; at the head widths allowed here it is 128 for all causal calls
+that announce enough of them. Loaded from vLLM's folder without importing vLLM. Imported on first use.
 """
 
 import functools
@@ -17,6 +17,15 @@ from e2e_fp8.errors import UserError
 _LIBRARY = "_vllm_fa3_C"
 HEAD_WIDTHS = "up to 64, or 97 to 128"
 """Head widths at which cached and packed keys are cut into the same tiles."""
+
+
+def announced_queries(longest: int, width: int) -> int:
+    """The longest run of queries as the kernel is told, so that it takes the same tile of keys for one query as for many.
+
+    It drops causality for one query, and at a width of 64 takes a smaller tile of queries, with more keys, for up to 64 of them (times
+    the query heads of a key/value head).
+    """
+    return max(longest, 2 if width > 64 else 129)
 
 
 def fits_head_width(width: int) -> bool:
@@ -59,15 +68,15 @@ def _attend(
         raise ValueError(f"The shared attention takes head widths {HEAD_WIDTHS}, not {q_TND.shape[-1]}.")
     lengths, block_table = (None, None) if cached is None else cached
     no_tensors = (None,) * 3
-    out, lse_NT, *_ = _forward()(
+    attended, lse_NT, *_ = _forward()(
         q_TND, keys, values, None, None, None, out,  # new keys and values, absorbed queries
-        *starts, None, None, lengths, max(2, longest[0]), longest[1],  # starts of new keys, used queries
+        *starts, None, None, lengths, announced_queries(longest[0], q_TND.shape[-1]), longest[1],  # starts of new keys, used queries
         block_table, None, None, *no_tensors, *no_tensors,  # cache index, left padding, rotary embedding, FP8 scales
         softmax_factor, True, -1, -1, 0.0, True,  # causal, window, soft cap, rotary order
         None, 1, None, 0, None,  # schedule, splits, packing of heads, free processors, sinks
         1, 0, None,  # context parallelism
     )  # fmt: skip
-    return out, lse_NT
+    return attended, lse_NT
 
 
 def paged_attention(

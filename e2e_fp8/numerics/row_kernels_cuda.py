@@ -25,10 +25,14 @@ except ModuleNotFoundError as error:
 
 _ALIGNED_ELEMENTS = 8
 """Rows start at multiples of this many elements (16 bytes of BF16), which the kernels' loads assume."""
-_STRICT: dict[str, Any] = {"enable_fp_fusion": False}
 _E4M3_MAX = tl.constexpr(E4M3.max_value)
 _NAN_CODE = tl.constexpr(E4M3.nan_code)
 _TILE = tl.constexpr(TILE)
+
+
+def _options(**constants: Any) -> dict[str, Any]:
+    """Constants and options of a launch; products are not contracted with sums."""
+    return {**constants, "enable_fp_fusion": False}
 
 
 def rows_aligned(x: torch.Tensor) -> torch.Tensor:
@@ -64,17 +68,18 @@ def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, a_stride, b_str
 
 def _norm_options(width: int) -> dict[str, Any]:
     block = max(16, triton.next_power_of_2(width))
-    return {"K": width, "BLOCK": block, "num_warps": 1 if block <= 256 else 4 if block <= 2048 else 8, **_STRICT}
+    return _options(K=width, BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8)
 
 
 def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
     """As row_invariant.rms_norm; ``x`` may be strided (heads inside a fused projection), the result is contiguous."""
     rows, out = rows_aligned(_as_3d(x)), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        a_stride, b_stride, _ = rows.stride()
+        # a stride that is not used may be above 32 bits, and Triton would compile another kernel for it
+        a_stride, b_stride = 0 if rows.shape[0] == 1 else rows.stride(0), rows.stride(1)
         options = _norm_options(x.shape[-1])
         grid = (rows.shape[0] * rows.shape[1],)
-        _rms_norm[grid](rows, None, weight_K.contiguous(), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
+        _rms_norm[grid](rows, None, rows_aligned(weight_K), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
     return out
 
 
@@ -87,7 +92,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight_K: torch.Tensor
         _rms_norm[(x.numel() // width,)](
             rows_aligned(x),
             rows_aligned(residual),
-            weight_K.contiguous(),
+            rows_aligned(weight_K),
             normed,
             total,
             width,
@@ -124,7 +129,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (rows.shape[0], triton.cdiv(width, _SPAN))
-        _silu_and_mul[grid](rows, out, rows.stride(0), WIDTH=width, BLOCK=_SPAN, **_STRICT)
+        _silu_and_mul[grid](rows, out, rows.stride(0), **_options(WIDTH=width, BLOCK=_SPAN))
     return out.view(*gate_up.shape[:-1], width)
 
 
@@ -168,7 +173,7 @@ def rotate(x_TND: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> t
     if pairs:
         strides = (x_TND.stride(0), x_TND.stride(1), cos_Td.stride(0), sin_Td.stride(0))
         shape = {"N": x_TND.shape[1], "HALF": x_TND.shape[2] // 2}
-        _rotate[(triton.cdiv(pairs, _SPAN),)](x_TND, cos_Td, sin_Td, out, pairs, *strides, **shape, BLOCK=_SPAN, **_STRICT)
+        _rotate[(triton.cdiv(pairs, _SPAN),)](x_TND, cos_Td, sin_Td, out, pairs, *strides, **_options(**shape, BLOCK=_SPAN))
     return out
 
 
@@ -215,7 +220,7 @@ def matmul_fp32(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows.shape[0], outputs, dtype=torch.float32, device=x.device)
     if out.numel():
         grid = (triton.cdiv(rows.shape[0], tile["BM"]) * triton.cdiv(outputs, tile["BN"]),)
-        _matmul[grid](rows, weight_NK, out, rows.shape[0], N=outputs, K=width, **tile, **_STRICT)
+        _matmul[grid](rows, weight_NK, out, rows.shape[0], **_options(N=outputs, K=width, **tile))
     return out.view(*x.shape[:-1], outputs)
 
 
@@ -226,7 +231,7 @@ def _top_k(logits_ptr, ids_ptr, stride, E: tl.constexpr, SLOTS: tl.constexpr, BL
     logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=0.0)
     logits = tl.where(logits != logits, float("-inf"), logits)  # rows of padding may be NaN; their experts must exist all the same
     free = expert < E
-    for slot in tl.static_range(SLOTS):
+    for slot in tl.static_range(SLOTS):  # pyright: ignore[reportGeneralTypeIssues]
         largest = tl.max(tl.where(free, logits, float("-inf")), axis=0)
         best = tl.min(tl.where(free & (logits == largest), expert, BLOCK), axis=0)
         tl.store(ids_ptr + row * SLOTS + slot, best.to(tl.int64))
@@ -239,11 +244,11 @@ def top_k(logits_ME: torch.Tensor, k: int) -> torch.Tensor:
     (rows, experts), block = logits_ME.shape, triton.next_power_of_2(logits_ME.shape[1])
     ids = torch.empty(rows, k, dtype=torch.int64, device=logits_ME.device)
     if rows:
-        _top_k[(rows,)](logits_ME, ids, logits_ME.stride(0), E=experts, SLOTS=k, BLOCK=block, num_warps=1)
+        _top_k[(rows,)](logits_ME, ids, logits_ME.stride(0), **_options(E=experts, SLOTS=k, BLOCK=block, num_warps=1))
     return ids
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["logits_ptr", "ids_ptr", "weights_ptr"])
 def _router_weights(
     logits_ptr,
     ids_ptr,
@@ -273,7 +278,7 @@ def router_weights(logits_ME: torch.Tensor, ids_Mk: torch.Tensor, *, renormalize
     if rows:
         shape = {"E": experts, "SLOTS": k, "BLOCK": triton.next_power_of_2(experts), "SLOT_BLOCK": triton.next_power_of_2(k)}
         _router_weights[(rows,)](
-            logits_ME, ids_Mk.contiguous(), weights, logits_ME.stride(0), ALL=not renormalize, **shape, num_warps=1, **_STRICT
+            logits_ME, ids_Mk.contiguous(), weights, logits_ME.stride(0), **_options(ALL=not renormalize, **shape, num_warps=1)
         )
     return weights
 
@@ -286,7 +291,7 @@ def _combine(outputs_ptr, rows_ptr, weights_ptr, out_ptr, stride, SLOTS: tl.cons
     if H % 8 == 0:
         stride = tl.multiple_of(stride.to(tl.int64), 8)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for slot in tl.static_range(SLOTS):
+    for slot in tl.static_range(SLOTS):  # pyright: ignore[reportGeneralTypeIssues]
         row = token * SLOTS + slot
         if rows_ptr is not None:
             row = tl.load(rows_ptr + row).to(tl.int64)
@@ -305,7 +310,7 @@ def combine(outputs: torch.Tensor, weights_Mk: torch.Tensor, rows_Mk: torch.Tens
     if out.numel():
         named = None if rows_Mk is None else rows_Mk.contiguous()
         _combine[(tokens, triton.cdiv(width, _SPAN))](
-            rows, named, weights_Mk.float().contiguous(), out, rows.stride(0), SLOTS=slots, H=width, BLOCK=_SPAN, **_STRICT
+            rows, named, weights_Mk.float().contiguous(), out, rows.stride(0), **_options(SLOTS=slots, H=width, BLOCK=_SPAN)
         )
     return out
 
@@ -358,6 +363,6 @@ def quantize_activations(
     tiles = rows * across
     if tiles:
         steps = (x_MK.stride(0), scale_inv.stride(0), scale_inv.stride(1), float(amax_epsilon))
-        options = {"K": width, "LARGEST": torch.finfo(x_MK.dtype).max, "POWER_2": power_2_scale, "TILES": _TILES, **_STRICT}
+        options = _options(K=width, LARGEST=torch.finfo(x_MK.dtype).max, POWER_2=power_2_scale, TILES=_TILES)
         _quantize[(triton.cdiv(tiles, _TILES),)](x_MK, codes, scale_inv, tiles, *steps, **options)
     return codes.view(torch.float8_e4m3fn), scale_inv

@@ -25,7 +25,8 @@ _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 """Without scales of their own: nobody delivers those of a quantized cache, and sleep loses them."""
 _WEIGHT_ONLY = ("MARLIN", "HUMMING")
 """Kernels that do not compute what the trainer does, whatever the plan says."""
-_REMEDIES = dict.fromkeys(SAMPLER_CAUSES, "Set VLLM_USE_V2_MODEL_RUNNER=0 for it, or start it with the run's additional_config.")
+_SAMPLER = "Set VLLM_USE_V2_MODEL_RUNNER=0 for it, or start it with the run's additional_config."
+_REMEDIES: dict[str, str] = dict.fromkeys(SAMPLER_CAUSES, _SAMPLER)
 """Cause -> what to do about a layer with another operator than planned."""
 _FORBIDDEN_SWITCHES = ("VLLM_DISABLED_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 

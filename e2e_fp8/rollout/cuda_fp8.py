@@ -117,7 +117,7 @@ class SharedExperts:
         """``[M, H]`` of ``x [M, H]``, weights float32 and ids ``[M, k]``."""
         if shared_experts is not None:
             raise EngineError("Experts with operators shared with the trainer have no expert that every token takes.")
-        codes, scale_inv = self.quantize(x)
+        codes, scale_inv = self.quantize(x, column_major=False)
         codes_PH, scale_inv_P, expert_P, place_Mk, alignment = deepgemm_moe_permute(
             aq=codes,
             aq_scale=scale_inv,
@@ -142,17 +142,18 @@ class SharedExperts:
             self.observe(values | {"weights": topk_weights, "ids": topk_ids})
         return self.combine(down_PH, place_Mk, topk_weights, topk_ids)
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """E4M3 codes and float32 factors of 1x128 tiles."""
+    def quantize(self, x: torch.Tensor, *, column_major: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """E4M3 codes and float32 factors of 1x128 tiles: in columns for a product, in rows for vLLM's permutation, which ignores the
+        distance of columns."""
         if "activation_scales" in self.shared:
-            return shared_quantizer(self.amax_epsilon, x)
+            return row_invariant.quantize_activations(x, amax_epsilon=self.amax_epsilon, column_major=column_major)
         return per_token_group_quant_fp8(x, TILE)
 
     def activation_codes(self, gate_up_P2I: torch.Tensor, expert_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The quantized activation; rows of padding hold whatever was in memory, and it stays in its row."""
         if {"swiglu", "activation_scales"} <= self.shared:
             return silu_and_mul_quantized(gate_up_P2I, expert_P, amax_epsilon=self.amax_epsilon)
-        return self.quantize(self.activation(gate_up_P2I))
+        return self.quantize(self.activation(gate_up_P2I), column_major=True)
 
     def activation(self, gate_up_P2I: torch.Tensor) -> torch.Tensor:
         """``[P, I]``."""

@@ -53,7 +53,8 @@ def _states(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> I
             yield "head", name, module.__dict__.get("_apply_head") is shared_head
         elif isinstance(module, MoERunner):
             # what records gate weights is wrapped around the routing
-            routing = _partial_of(inspect.unwrap(module.router._compute_routing), shared_routing)
+            router: Any = module.router
+            routing = _partial_of(inspect.unwrap(router._compute_routing), shared_routing)
             for cause in ("top_k", "gate_normalization"):
                 yield cause, f"{name}.router", routing is not None and cause in routing.args[1]
         elif isinstance(module, Attention):

@@ -90,7 +90,7 @@ def _conditions(study: Study, size: str, results: Results, count: int) -> str:
     where = environment.get("gpu", f"{environment.get('cores', '?')} CPU cores, shared with other work")
     base = study.sizes[size].base.removeprefix("../")
     shared = sum("same_run_as" in run.environment for run in results.runs)
-    same = f"{shared} of them are runs of another study with the same settings; " if shared else ""
+    same = f"{shared} shared with another study that has the same run; " if shared else ""
     start = "all arms of one seed from the same supervised start; " if study.start else ""
     return (
         f"{len(results.runs)} of {count} runs complete, {results.steps} RL steps each; base `configs/{base}`; "

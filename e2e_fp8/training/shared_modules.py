@@ -137,7 +137,8 @@ class SharedMoELayer(MoELayer):
         experts, padded_counts, fp8 = self.experts, counts, bool(self.config.fp8)
         if fp8:
             x_AH, padded_counts = experts.quantization_padding(x_AH, counts)
-            weights_A = experts.quantization_padding(weights_A[:, None], counts)[0][:, 0]
+            if "router_probabilities" not in self.shared:
+                weights_A = experts.quantization_padding(weights_A[:, None], counts)[0][:, 0]
         gate_up, _ = experts.linear_fc1(x_AH, padded_counts)
         activation = self._activation(gate_up, weights_A)
         outputs, _ = experts.linear_fc2(activation, padded_counts)

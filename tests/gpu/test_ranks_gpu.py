@@ -37,7 +37,7 @@ def test_whole_loop(grid, tmp_path):
     straight = grid.startswith("straight")
     if straight and torch.cuda.device_count() < 3:
         pytest.skip("transport ranks needs a GPU for the engine beside the trainer's two")
-    devices = f"rollout.server_devices={2 if straight else 0}"
+    devices = f"rollout.server_devices='{2 if straight else 0}'"
     check_loop(torchrun, tmp_path, grid, "run.backend=cuda", "run.threads=0", "rollout.kv_cache_gib=2", devices)
 
 

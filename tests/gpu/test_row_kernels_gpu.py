@@ -232,6 +232,37 @@ def test_decoding_chunks_and_cached_blocks_are_the_trainers_attention(heads, gro
     ask([100, 1], [5, 3], [300, 128])
 
 
+@pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
+def test_the_attentions_gradient_is_no_worse_than_torchs(heads, groups, width):
+    from e2e_fp8.training.attention import varlen_packed
+    from e2e_fp8.training.shared_functions import SharedVarlenAttention
+
+    *leaves, cu_seqlens = packed(heads, groups, width)
+    upstream = normal(sum(LENGTHS), heads, width, spread=0.0)
+
+    def exactly(q, k, v, *_):
+        parts = []
+        for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            queries, keys, values = (t[first:last].transpose(0, 1) for t in (q, k, v))
+            keys, values = (t.repeat_interleave(heads // groups, 0) for t in (keys, values))
+            scores = queries @ keys.transpose(1, 2) * width**-0.5
+            scores = scores.masked_fill(~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf)
+            parts.append((scores.softmax(-1) @ values).transpose(0, 1))
+        return torch.cat(parts)
+
+    def gradients(function, dtype):
+        taken = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        out = function(*taken, cu_seqlens, max(LENGTHS), width**-0.5)
+        return torch.autograd.grad(out, taken, upstream.to(dtype))
+
+    exact = gradients(exactly, torch.float64)
+    shared, native = (gradients(function, torch.bfloat16) for function in (SharedVarlenAttention.apply, varlen_packed))
+    for one, other, reference in zip(shared, native, exact, strict=True):
+        errors = [float((t.double() - reference).norm() / reference.norm()) for t in (one, other)]
+        print("shared, native", errors)
+        assert errors[0] < 1.1 * errors[1]
+
+
 def test_graphs_replay_the_same_bits():
     """What an engine captures for decoding: no call waits for the device or allocates outside the graph."""
     width, experts, k = 2048, 32, 4

@@ -43,7 +43,7 @@ def test_a_run_that_two_studies_have_in_common_is_run_once(tmp_path):
         assert (copy / "metrics.jsonl").read_bytes() == (source / "metrics.jsonl").read_bytes()
     page = write_page(plans[1].study, plans[1].path, "cpu", plans[1].out, tmp_path / "docs").read_text()
     assert "4 of 4 runs complete" in page
-    assert "2 of them are runs of another study with the same settings" in page
+    assert "2 shared with another study that has the same run" in page
     numbers = json.loads((tmp_path / "docs" / "evidence" / "cpu" / "studies" / "second.json").read_text())
     assert [run.get("same_run_as") for run in numbers["runs"]] == ["trial/low-seed1", "trial/low-seed2", None, None]
 

@@ -16,6 +16,7 @@ from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.microbatches import even_out
 from e2e_fp8.training.shared_functions import (
     SharedAttention,
+    SharedCombine,
     SharedMatmul,
     SharedRmsNorm,
     SharedRotary,
@@ -106,6 +107,19 @@ def test_router_and_head_products(generator):
     exact = gradients(lambda a, w: a @ w.t(), (x, weight), upstream, torch.float64)
     for shared, reference in zip(found, exact, strict=True):
         assert_rounded_once(shared, reference, 7, upstream.abs().max() * 4)
+
+
+def test_combine(generator):
+    outputs, weights = leaf(generator, 15, 32), torch.rand(5, 3, generator=generator).requires_grad_()
+    rows, upstream = torch.randperm(15, generator=generator).view(5, 3), torch.randn(5, 32, generator=generator).bfloat16()
+
+    def exactly(x, w):
+        return (x[rows] * w[..., None]).sum(1)
+
+    found = gradients(lambda x, w: SharedCombine.apply(x, w, rows), (outputs, weights), upstream)
+    exact = gradients(exactly, (outputs, weights), upstream, torch.float64)
+    assert_rounded_once(found[0], exact[0], 1, upstream.double().abs().max())
+    assert_rounded_once(found[1], exact[1], 32, upstream.double().abs().max() * outputs.detach().double().abs().max())
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
