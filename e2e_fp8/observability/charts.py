@@ -12,6 +12,8 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 30
 MAX_POINTS = 1200
 """More points than this are thinned to the smallest and largest of each bin: a spike stays visible."""
 MAX_BARS = 120
+_CHARACTER = 6.5
+"""Width of a character of an axis's numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Line:
     spread: Sequence[float] | None = None
     """Half-width of a band around the line, per value."""
     markers: bool = False
+    joined: bool = True
+    """False draws the points alone, for an x that goes back and forth."""
 
 
 def line_chart(lines: Sequence[Line], *, from_zero: bool = False, x_name: str = "step") -> str:
@@ -108,14 +112,16 @@ class _Frame:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
     def axes(self, x_name: str) -> str:
-        # below the numbers of the vertical axis, where no number of the horizontal one comes
+        # below the numbers of the vertical axis; a number of the horizontal one that would meet it is left out
+        taken = _CHARACTER * len(x_name)
         parts = [f'<text class="tick" x="0" y="{HEIGHT - 10}">{escape(x_name)}</text>']
         for tick in self.y_ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
         for tick in self.x_ticks:
-            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(tick)}</text>')
+            if self.x(tick) - _CHARACTER * len(short(tick)) / 2 > taken:
+                parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(tick)}</text>')
         return "".join(parts)
 
 
@@ -142,9 +148,9 @@ def _draw_line(frame: _Frame, line: Line, index: int, x_name: str) -> str:
         lower = [(x, v - s) for x, v, s in reversed(triples)]
         parts.append(f'<polygon class="band fill{colour}" points="{_points(frame, upper + lower)}"/>')
     points = _thin(list(zip(line.steps, line.values, strict=True)))
-    if len(points) > 1:
+    if len(points) > 1 and line.joined:
         parts.append(f'<polyline class="line{colour}" points="{_points(frame, points)}"/>')
-    small = len(points) <= 60
+    small = len(points) <= 60 or not line.joined
     if line.markers or small:
         radius = 3.5 if line.markers or len(points) == 1 else 2
         for x, v in points:

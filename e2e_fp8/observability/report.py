@@ -138,13 +138,16 @@ def _efficiency(history: RunHistory) -> list[str]:
     records = [r for r in history.records if r.get("phase", 1.0) == 1.0]
     responses, tokens = (_so_far(records, name) for name in ("response/count", "tokens/rollout"))
     budget = dict(kl_budget(records))
+    # before the first update the policy is its own start
+    spent = {records[0]["step"] - 1: 0.0} | budget if budget else {}
     charts = []
     for title, caption, x_of, unit in (
         ("Sample efficiency", "Reward over the responses sampled so far", responses, "responses"),
         ("Token efficiency", "Reward over the tokens sampled so far", tokens, "tokens"),
-        ("Reward over KL budget", "KL to the start, 5 to 15 nats per response are normal", budget, "nats"),
+        ("Reward over KL budget", "KL to the start, 5 to 15 nats per response are normal", spent, "nats"),
     ):
-        lines = [_over(history, name, label, x_of) for name, label in (("reward/mean", "train"), ("reward/held_out", "held-out"))]
+        pairs = (("reward/mean", "train"), ("reward/held_out", "held-out"))
+        lines = [_over(history, name, label, x_of, joined=x_of is not spent) for name, label in pairs]
         if any(line.steps for line in lines):
             charts.append(_figure(title, caption, line_chart(lines, from_zero=True, x_name=unit), f"against {unit}"))
     if budget:
@@ -155,15 +158,17 @@ def _efficiency(history: RunHistory) -> list[str]:
 
 
 def _so_far(records: Sequence[dict[str, float]], name: str) -> dict[float, float]:
-    """Sum of a metric up to each step; nothing where no step has it."""
-    totals = accumulate(r.get(name, 0.0) for r in records)
-    return dict(zip((r["step"] for r in records), totals, strict=True)) if any(name in r for r in records) else {}
+    """Sum of a metric up to each step, 0 before the first; nothing where no step has it."""
+    if not any(name in r for r in records):
+        return {}
+    totals = accumulate((r.get(name, 0.0) for r in records), initial=0.0)
+    return dict(zip((records[0]["step"] - 1, *(r["step"] for r in records)), totals, strict=True))
 
 
-def _over(history: RunHistory, name: str, label: str, x_of: dict[float, float]) -> Line:
+def _over(history: RunHistory, name: str, label: str, x_of: dict[float, float], *, joined: bool) -> Line:
     """A metric over another quantity of the same step, in step order."""
     pairs = [(x_of[s], v) for s, v in zip(*history.series(name, 1.0), strict=True) if s in x_of]
-    return Line(label=label, steps=[x for x, _ in pairs], values=[v for _, v in pairs], markers=name == "reward/held_out")
+    return Line(label=label, steps=[x for x, _ in pairs], values=[v for _, v in pairs], markers=name == "reward/held_out", joined=joined)
 
 
 def _mismatch(history: RunHistory) -> list[str]:

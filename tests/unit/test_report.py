@@ -194,3 +194,26 @@ def test_small_formats():
     ]
     assert [duration(x) for x in (4.24, 185, 3720, 59.99, 119.7)] == ["4.2 s", "3 min 05 s", "1 h 02 min", "60.0 s", "2 min 00 s"]
     assert flatten({"a": {"b": None, "c": [1, 2], "d": {}, "e": True}}) == {"a.b": "null", "a.c": "1, 2", "a.d": "{}", "a.e": "true"}
+
+
+def test_points_that_are_not_joined_have_no_line_and_keep_their_captions():
+    points = {"steps": [0.0, 2.0, 1.0], "values": [3.0, 4.0, 5.0]}
+    joined, apart = (line_chart([Line(label="reward", joined=j, **points)], x_name="nats") for j in (True, False))
+    assert joined.count("<polyline") == 1
+    assert "<polyline" not in apart
+    assert all(f"<title>reward, nats {x:g}: {short(v)}</title>" in apart for x, v in zip(points["steps"], points["values"], strict=True))
+
+
+@pytest.mark.parametrize("x_name", ["step", "responses"])
+def test_the_horizontal_axis_is_named_and_no_number_meets_the_name(x_name):
+    chart = line_chart([Line(label="reward", steps=[0.0, 12_000.0], values=[0.0, 1.0])], x_name=x_name)
+    texts = re.findall(r'<text class="tick" x="([\d.]+)" y="240"[^>]*>([^<]+)</text>', chart)
+    assert texts[0] == ("0", x_name)
+    assert len(texts) > 3
+    assert all(float(x) - 3 * len(number) > 5 * len(x_name) for x, number in texts[1:])
+
+
+def test_efficiency_starts_with_the_evaluation_before_rl(tmp_path):
+    write_run(tmp_path, warm_steps=4, rl_steps=10)
+    text = write_report(tmp_path).read_text()
+    assert "<title>held-out, tokens 0: 0.3</title>" in text
