@@ -44,7 +44,7 @@ def load(model: torch.nn.Module, checkpoint: str) -> dict[str, torch.Tensor]:
     """Every parameter as vLLM's loader leaves it; what the loader does not touch has all bits set."""
     found = dict(model.named_parameters())
     for parameter in found.values():
-        parameter.data.view(torch.uint8).fill_(255)
+        parameter.data.reshape(-1).view(torch.uint8).fill_(255)
     model.load_weights(load_file(checkpoint).items())  # pyright: ignore[reportCallIssue]
     return {name: parameter.detach().clone().contiguous() for name, parameter in found.items()}
 
