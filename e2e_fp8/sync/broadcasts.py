@@ -1,8 +1,8 @@
 """The ``nccl`` transport: broadcasts from the trainer to all engine ranks, back to back, one announcement for a whole update.
 
-Each bucket is one message. A bucket of one large tensor leaves the trainer's memory and enters the engine's as it lies where
-either side allows it, which is that side's own choice; others are packed and unpacked through two buffers, on a GPU in stream
-order, so that the next bucket is packed and the last one unpacked while one is on the wire.
+Each bucket is one message. A bucket whose tensors follow each other in memory leaves the trainer's and enters the engine's as it lies
+where either side allows it, which is that side's own choice; others are packed and unpacked through two buffers, on a GPU in
+stream order, so that the next bucket is packed and the last one unpacked while one is on the wire.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, packing, views
+from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, lying, packing, views
 from e2e_fp8.sync.copies import CopyPlan
 from e2e_fp8.sync.process_group import BroadcastGroup
 
@@ -22,7 +22,7 @@ BUFFERS = 2
 _AHEAD = 4
 """Messages that are started beyond the last one known to be over: a full launch queue would block where no dead peer is noticed."""
 ALONE_FRACTION = 16
-"""A tensor of this part of the largest bucket is a message of its own."""
+"""A tensor of this part of the largest bucket, or a layer's experts that are so many bytes together, is a message of its own."""
 
 Bucket = tuple[TensorSpec, ...]
 
@@ -38,6 +38,8 @@ class NcclSender:
         self._settled = False
         """Whether tensors lie where they lay in the last update; only then plans, which hold them, outlive one."""
         self._plans: dict[int, CopyPlan] = {}
+        self._lying: dict[int, torch.Tensor | None] = {}
+        """Buckets as they lie in the tensors' memory, by index; None for those that are packed."""
 
     def open(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], init: Callable[[dict[str, Any]], None]) -> None:
         if self._group is None:
@@ -48,19 +50,20 @@ class NcclSender:
                 posted = poster.submit(init, {"channel": "nccl", "parameters": parameters})
                 self._group = _join_or_refusal(join, posted)
                 posted.result()
-        capacity = max((bucket_bytes(b) for b in manifest.buckets if self._whole(b, tensors) is None), default=0)
         addresses = (manifest.layout_digest, *(t.data_ptr() for t in tensors.values()))
         self._settled = addresses == self._addresses
+        if not self._settled or not self._lying:
+            self._lying = {index: self._whole(bucket, tensors) for index, bucket in enumerate(manifest.buckets)}
+        packed = (bucket for index, bucket in enumerate(manifest.buckets) if self._lying[index] is None)
+        capacity = max((bucket_bytes(bucket) for bucket in packed), default=0)
         if _grown(self._buffers, capacity, self._device) or not self._settled:
             self._plans = {}
         self._addresses = addresses
 
     def _whole(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The bucket's bytes where they lie, if it is one tensor without gaps."""
-        tensor = tensors[bucket[0].name]
-        if len(bucket) > 1 or tensor.device != self._device or not tensor.is_contiguous():
-            return None
-        return tensor.view(-1).view(torch.uint8)
+        """The bucket's bytes where they lie, if its tensors follow each other on this device."""
+        own = [tensors[spec.name] for spec in bucket]
+        return lying(bucket, own) if own[0].device == self._device else None
 
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing: buckets are packed while the last one is on the wire."""
@@ -87,7 +90,7 @@ class NcclSender:
                 raise EngineError(f"The weight broadcast to the rollout server failed ({error}); publish again.") from error
             posted.result()
         if not self._settled:
-            self._plans = {}
+            self._plans, self._lying = {}, {}
 
     def _start_all(
         self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]
@@ -96,7 +99,7 @@ class NcclSender:
         for index, bucket in enumerate(manifest.buckets):
             if index >= _AHEAD:
                 group.finish(works[index - _AHEAD], check)
-            message = self._whole(bucket, tensors)
+            message = self._lying[index]
             if message is not None:
                 works.append(group.broadcast(message))
                 continue
@@ -115,7 +118,7 @@ class NcclSender:
         if self._group is not None:
             self._group.abort()
             self._group = None
-        self._buffers, self._plans = [], {}
+        self._buffers, self._plans, self._lying = [], {}, {}
 
 
 class NcclReceiver:
@@ -130,13 +133,15 @@ class NcclReceiver:
         self._group = BroadcastGroup.join(host, port, rank, size, device=device, timeout_s=float(parameters["timeout_s"]))
         self._buffers: list[torch.Tensor] = []
         self._views: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
+        self._straight: dict[tuple[str, int], tuple[int, torch.Tensor | None]] = {}
+        """Layout and bucket -> where its first tensor belongs, and the bucket's bytes there if they can be received as they lie."""
 
     def receive(
         self, update: Mapping[str, Any], manifest: UpdateManifest, placed: Callable[[TensorSpec], torch.Tensor | None]
     ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Buckets in order; one that went straight to where ``placed`` wants it comes without tensors."""
         buckets = {int(index): manifest.buckets[index] for index in update["buckets"]}
-        straight = {index: _placed_whole(bucket, placed) for index, bucket in buckets.items()}
+        straight = {index: self._placed_whole(manifest.layout_digest, index, bucket, placed) for index, bucket in buckets.items()}
         buffered = [index for index in buckets if straight[index] is None]
         if _grown(self._buffers, max((bucket_bytes(buckets[index]) for index in buffered), default=0), self._device):
             self._views = {}
@@ -156,6 +161,18 @@ class NcclReceiver:
         for work in works:
             self._group.finish(work, self._group.check_trainer)
 
+    def _placed_whole(
+        self, layout: str, index: int, bucket: Bucket, placed: Callable[[TensorSpec], torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Where ``bucket`` can be received without a buffer, as bytes. It lies in one parameter, so its first tensor tells of a move."""
+        first = placed(bucket[0])
+        address = 0 if first is None else first.data_ptr()
+        known = self._straight.get((layout, index))
+        if known is None or known[0] != address:
+            target = None if first is None else lying(bucket, [first, *map(placed, bucket[1:])])
+            known = self._straight[layout, index] = address, target
+        return known[1]
+
     def _named(self, manifest: UpdateManifest, index: int, slot: int) -> dict[str, torch.Tensor]:
         key = manifest.layout_digest, index, slot
         if key not in self._views:
@@ -165,13 +182,7 @@ class NcclReceiver:
 
     def close(self) -> None:
         self._group.abort()
-        self._buffers, self._views = [], {}
-
-
-def _placed_whole(bucket: Bucket, placed: Callable[[TensorSpec], torch.Tensor | None]) -> torch.Tensor | None:
-    """Where the only tensor of ``bucket`` can be received without a buffer, as bytes."""
-    target = placed(bucket[0]) if len(bucket) == 1 else None
-    return None if target is None else target.view(-1).view(torch.uint8)
+        self._buffers, self._views, self._straight = [], {}, {}
 
 
 def _grown(buffers: list[torch.Tensor], capacity: int, device: torch.device) -> bool:

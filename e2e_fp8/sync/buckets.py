@@ -6,6 +6,7 @@ refers to it by digest, so a bucket of another update cannot be taken for one of
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -169,30 +170,78 @@ def plan_update(
 ) -> UpdateManifest:
     """Fill buckets of at most ``max_bytes`` with (HF name, tensor) pairs, in order; a larger tensor gets a bucket of its own.
 
-    With ``alone_bytes`` every tensor of at least so many bytes does, before the bucket that is being filled.
+    With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have the experts of a layer that follow each
+    other in memory (those that an engine keeps in one parameter): such a bucket lies there as it is packed, see :func:`lying`.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """
+    for name, tensor in tensors:
+        if tensor.dtype not in DTYPES.values():
+            raise EngineError(f"Weight update refused, nothing was written: {name} is {tensor.dtype}, which is not a dtype of weights.")
+    runs = [] if alone_bytes is None else [run for run in _runs(tensors) if sum(t.nbytes for _, t in run) >= alone_bytes]
+    in_runs = {id(entry[1]) for run in runs for entry in run}
+    buckets = [bucket for run in runs for bucket in _filled(run, max_bytes)]
+    buckets += _filled([entry for entry in tensors if id(entry[1]) not in in_runs], max_bytes)
+    manifest = UpdateManifest(policy_version=policy_version, buckets=tuple(buckets))
+    manifest.check()
+    return manifest
+
+
+def _filled(tensors: Sequence[tuple[str, torch.Tensor]], max_bytes: int) -> list[tuple[TensorSpec, ...]]:
     buckets: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
     offset = 0
     for name, tensor in tensors:
-        if tensor.dtype not in DTYPES.values():
-            raise EngineError(f"Weight update refused, nothing was written: {name} is {tensor.dtype}, which is not a dtype of weights.")
-        size = tensor.numel() * tensor.element_size()
-        if alone_bytes is not None and size >= alone_bytes:
-            buckets.append((TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=0),))
-            continue
-        if current and offset + size > max_bytes:
+        if current and offset + tensor.nbytes > max_bytes:
             buckets.append(tuple(current))
             current, offset = [], 0
         current.append(TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=offset))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    if current:
-        buckets.append(tuple(current))
-    manifest = UpdateManifest(policy_version=policy_version, buckets=tuple(buckets))
-    manifest.check()
-    return manifest
+        offset += _aligned(tensor.nbytes)
+    return [*buckets, tuple(current)] if current else buckets
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.(.*)")
+
+
+def _expert_group(name: str) -> tuple[str, ...] | None:
+    """Equal for tensors of experts that are one parameter in an engine; None for others."""
+    found = _EXPERT.fullmatch(name)
+    return found and (found[1], "down" if found[2] == "down" else "gate_up", found[3])
+
+
+def _runs(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Contiguous tensors, those of one group of experts together where they follow each other in one storage as a bucket packs them."""
+    runs: list[list[tuple[str, torch.Tensor]]] = []
+    end: tuple = ()
+    for entry in sorted((e for e in tensors if e[1].is_contiguous() and e[1].numel()), key=lambda e: e[1].data_ptr()):
+        name, tensor = entry
+        group, storage = _expert_group(name), tensor.untyped_storage().data_ptr()
+        if group and (group, storage, tensor.data_ptr()) == end:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+        # A size that is no multiple leaves a gap in the bucket that the memory does not have.
+        end = group, storage, tensor.data_ptr() + _aligned(tensor.nbytes)
+    return runs
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def lying(bucket: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The bytes of ``bucket`` in the memory of its ``tensors``, if they lie there as they are packed; uint8 ``[bucket_bytes]``."""
+    first = tensors[0]
+    if first is None:
+        return None
+    base, storage = first.data_ptr(), first.untyped_storage()
+    for spec, tensor in zip(bucket, tensors, strict=True):
+        if tensor is None or not tensor.is_contiguous() or tensor.data_ptr() != base + spec.offset:
+            return None
+        if tensor.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+    start = base - storage.data_ptr()
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, start, (bucket_bytes(bucket),), (1,))  # pyright: ignore[reportArgumentType]
 
 
 def views(bucket: Sequence[TensorSpec], buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -51,6 +51,46 @@ def test_every_update_arrives_whole_and_placed_tensors_skip_the_buffers():
     receivers[0].close()
 
 
+def experts(block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gate, up, gate, up, ... of one block of memory, and down projections, that lie elsewhere and in reverse."""
+    named = {}
+    for expert, rows in enumerate(block.chunk(3)):
+        gate, up = rows.chunk(2)
+        named |= {f"m.experts.{expert}.gate_proj.weight": gate, f"m.experts.{expert}.up_proj.weight": up}
+    return named
+
+
+@pytest.mark.parametrize("width", [64, 20])
+def test_a_layers_experts_are_one_message_from_and_into_the_memory_where_they_lie(width):
+    """With rows of 20 bytes an expert's size is no multiple of the alignment: the bucket has gaps and is packed. Then the engine's move."""
+    sender, receivers = NcclSender(CPU, engine_ranks=1, host="127.0.0.1", timeout_s=30), []
+    source, target = torch.empty(96, width, dtype=torch.uint8), torch.zeros(96, width, dtype=torch.uint8)
+    down = torch.empty(3, 40, width, dtype=torch.uint8)
+    sent = experts(source) | {f"m.experts.{e}.down_proj.weight": down[2 - e] for e in range(3)} | {"m.gate.weight": torch.ones(7)}
+    manifest = plan_update(list(sent.items()), policy_version=0, max_bytes=1 << 20, alone_bytes=4096)
+    whole = [bucket for bucket in manifest.buckets if len(bucket) == 6]
+    assert len(whole) == (1 if width == 64 else 0)
+    for version in range(4):
+        source.copy_(torch.randint(0, 256, source.shape))
+        down.copy_(torch.randint(0, 256, down.shape))
+        if version == 3:
+            target = torch.zeros_like(target)
+        own, received, now = experts(target), {}, manifest.at_version(version)
+
+        def announce(update: dict[str, Any], *, first: bool, last: bool, own=own, received=received, now=now) -> None:
+            for _, named in receivers[0].receive(update, now, lambda spec: own.get(spec.name)):
+                received |= {name: tensor.clone() for name, tensor in named.items()}
+
+        sender.open(now, sent, lambda info: receivers.append(NcclReceiver(info["parameters"], rank=1, device=CPU)))
+        sender.send(now, sent, announce)
+        straight = sent.keys() - received.keys()
+        assert straight == (experts(target).keys() if width == 64 else set())
+        found = received | {name: own[name] for name in straight}
+        assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+    sender.close()
+    receivers[0].close()
+
+
 def test_a_refusal_of_the_engine_ends_the_broadcast():
     sender, receivers = NcclSender(CPU, engine_ranks=1, host="127.0.0.1", timeout_s=10), []
     sent = weights(1)
