@@ -74,8 +74,8 @@ def header(name: str, command: str) -> str:
 
 
 def without_paths(line: str) -> str:
-    """``line`` with this machine's paths to the checkout, to installed packages and for temporary files replaced by REPO, SITE and TMP."""
-    places = {sysconfig.get_paths()["purelib"]: "SITE", str(ROOT): "REPO", tempfile.gettempdir(): "TMP"}
+    """``line`` with this machine's paths to the checkout, to installed packages, temporary files and Python replaced by names."""
+    places = {sysconfig.get_paths()["purelib"]: "SITE", str(ROOT): "REPO", tempfile.gettempdir(): "TMP", sys.executable: "PYTHON"}
     places |= {p: "SITE" for p in os.environ.get("PYTHONPATH", "").split(":") if p and not str(ROOT).startswith(p)}
     for path in sorted(places, key=len, reverse=True):
         line = line.replace(path, places[path])

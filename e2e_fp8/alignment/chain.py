@@ -239,7 +239,7 @@ class Chain:
         rows = {name: values[:-1] for name, values in ours.items()}
         rows["logits"] = rows["logits"][len(self.prompt) - 1 :]
         theirs = self.reference.rows
-        if self.engine.device == "cuda":
+        if self.engine.device == "cuda" and "native" in choices_of(self.cfg.numerics).values():
             # native operators fuse norms and experts into products that show nothing; shared ones show all (docs/alignment.md)
             both = rows.keys() & theirs.keys()
             rows, theirs = ({name: side[name] for name in both} for side in (rows, theirs))

@@ -121,11 +121,10 @@ class _DevicePart:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"digests are computed on CPU and CUDA tensors, not on {device}")
         self._device, self._tensors = device, tensors
-        # The second of each pair owns the memory that the first describes.
-        described = [_rows_of(tensor) for tensor in tensors]
-        self._lengths = np.array([row.num_bytes for row, _ in described], dtype=np.uint64)
-        in_place = all(owner is tensor for (_, owner), tensor in zip(described, tensors, strict=True))
-        self._sums = self._prepared([row for row, _ in described]) if in_place else None
+        rows = [_rows_in_place(tensor) for tensor in tensors]
+        self._lengths = np.array([tensor.nbytes for tensor in tensors], dtype=np.uint64)
+        found = [row for row in rows if row is not None]
+        self._sums = self._prepared(found) if len(found) == len(rows) else None
 
     def _prepared(self, described: list[Rows]) -> Callable[[], np.ndarray]:
         if self._device.type == "cpu":
@@ -139,6 +138,7 @@ class _DevicePart:
         if self._sums is not None:
             lanes = self._sums()
         else:
+            # The second of each pair owns the memory that the first describes.
             described = [_rows_of(tensor) for tensor in self._tensors]
             lanes = self._prepared([row for row, _ in described])()
         with np.errstate(over="ignore"):
@@ -146,19 +146,28 @@ class _DevicePart:
             return lanes[:, 0].astype(np.uint64) + high + self._lengths * np.uint64(LENGTH_MUL)
 
 
-def _rows_of(tensor: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-    """Where the bytes of ``tensor`` are; of a contiguous copy when they are not equal rows at a fixed distance."""
+def _rows_in_place(tensor: torch.Tensor) -> Rows | None:
+    """Where the bytes of ``tensor`` are; None when they are not equal rows at a fixed distance."""
     num_bytes = tensor.nbytes
     if num_bytes > MAX_BYTES:
         raise ValueError(f"a tensor of {num_bytes} bytes has no digest: positions are 32-bit words, at most {MAX_BYTES} bytes")
-    if not tensor.is_contiguous():
-        element = tensor.element_size()
-        axes = _axes(tensor.shape, tensor.stride())
-        if len(axes) == 2:
-            (columns, _), (rows, stride) = axes
-            return Rows(tensor.data_ptr(), rows, columns * element, stride * element), tensor
+    if tensor.is_contiguous():
+        return Rows(tensor.data_ptr(), 1, num_bytes, num_bytes)
+    element = tensor.element_size()
+    axes = _axes(tensor.shape, tensor.stride())
+    if len(axes) != 2:
+        return None
+    (columns, _), (rows, stride) = axes
+    return Rows(tensor.data_ptr(), rows, columns * element, stride * element)
+
+
+def _rows_of(tensor: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    """As :func:`_rows_in_place`, of a contiguous copy where there are none; and the tensor that owns the memory."""
+    rows = _rows_in_place(tensor)
+    if rows is None:
         tensor = tensor.detach().contiguous()
-    return Rows(tensor.data_ptr(), 1, num_bytes, num_bytes), tensor
+        rows = Rows(tensor.data_ptr(), 1, tensor.nbytes, tensor.nbytes)
+    return rows, tensor
 
 
 def _axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:

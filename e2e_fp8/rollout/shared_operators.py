@@ -50,6 +50,11 @@ def share_operators(model: torch.nn.Module, vllm_config: Any, device: torch.devi
     """
     choices = engine_choices(vllm_config) if choices is None else choices
     shared = {name for name, choice in choices.items() if choice != "native"}
+    if device.type == "cuda" and vllm_config.use_v2_model_runner:
+        # of the process, not of the model
+        from e2e_fp8.rollout.sampler_patches import share_sampler
+
+        share_sampler(shared)
     if device.type == "cuda" and not shared and not hasattr(model, _TOUCHED):
         # a compiled model is traced as vLLM made it
         return
@@ -60,11 +65,8 @@ def share_operators(model: torch.nn.Module, vllm_config: Any, device: torch.devi
         _share_layer(module, shared, device)
     if device.type == "cuda":
         from e2e_fp8.rollout.cuda_fp8 import share_products
-        from e2e_fp8.rollout.sampler_patches import share_sampler
 
         _check_compilation(vllm_config, shared)
-        if vllm_config.use_v2_model_runner:
-            share_sampler(shared)
         for name, module in model.named_modules():
             share_products(name, module, shared, amax_epsilon)
 

@@ -88,6 +88,10 @@ class NcclSender:
                 self.close()
                 posted.result()
                 raise EngineError(f"The weight broadcast to the rollout server failed ({error}); publish again.") from error
+            except BaseException:
+                # the engine waits for messages that will not come
+                self.close()
+                raise
             posted.result()
         if not self._settled:
             self._plans, self._lying = {}, {}
@@ -167,6 +171,8 @@ class NcclReceiver:
         """Where ``bucket`` can be received without a buffer, as bytes. It lies in one parameter, so its first tensor tells of a move."""
         first = placed(bucket[0])
         address = 0 if first is None else first.data_ptr()
+        if self._straight and next(iter(self._straight))[0] != layout:
+            self._straight.clear()
         known = self._straight.get((layout, index))
         if known is None or known[0] != address:
             target = None if first is None else lying(bucket, [first, *map(placed, bucket[1:])])

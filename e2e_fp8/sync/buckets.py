@@ -220,8 +220,8 @@ def _runs(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, t
             runs[-1].append(entry)
         else:
             runs.append([entry])
-        # A size that is no multiple leaves a gap in the bucket that the memory does not have.
-        end = group, storage, tensor.data_ptr() + _aligned(tensor.nbytes)
+        # A bucket has a gap behind a size that is no multiple.
+        end = (group, storage, tensor.data_ptr() + tensor.nbytes) if tensor.nbytes % ALIGNMENT == 0 else ()
     return runs
 
 
@@ -234,10 +234,12 @@ def lying(bucket: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]) 
     first = tensors[0]
     if first is None:
         return None
-    base, storage = first.data_ptr(), first.untyped_storage()
+    base, storage, end = first.data_ptr(), first.untyped_storage(), 0
     for spec, tensor in zip(bucket, tensors, strict=True):
-        if tensor is None or not tensor.is_contiguous() or tensor.data_ptr() != base + spec.offset:
+        # a gap of the bucket may hold something else in the memory
+        if tensor is None or not tensor.is_contiguous() or spec.offset != end or tensor.data_ptr() != base + end:
             return None
+        end += spec.num_bytes
         if tensor.untyped_storage().data_ptr() != storage.data_ptr():
             return None
     start = base - storage.data_ptr()

@@ -151,8 +151,8 @@ class WeightPublisher:
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
-        named = self._named.of(tensors)
         clock = PhaseClock()
+        named = self._named.of(tensors)
         manifest = self._planned(named, policy_version)
         clock.mark("plan")
         try:
@@ -245,7 +245,7 @@ class WeightPublisher:
     def _drop_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._sender = self._open_for = None
+            self._sender = self._open_for = self._last = None
 
     def policy_version(self) -> int | None:
         """See :meth:`UpdateControl.policy_version`."""

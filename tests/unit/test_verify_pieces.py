@@ -51,7 +51,7 @@ def receipt_of(cfg: Config, weights: dict[str, torch.Tensor]) -> Manifest:
                 whole = held[parameter] if copy.expert is None else held[parameter][copy.expert]
                 dtype = torch.float32 if parameter.endswith("_scale_inv") else torch.float8_e4m3fn
                 pieces.append(ExportedTensor(name=f"{name}@{rank}", tensor=whole.view(dtype)[row : row + rows, col : col + cols]))
-    return Manifest(tensors=manifest_of(pieces, covered="all").tensors, covered="pieces")
+    return Manifest.of_records(manifest_of(pieces, covered="all").tensors, covered="pieces")
 
 
 def write_run(folder: Path, cfg: Config, receipt: Manifest) -> Path:
@@ -121,7 +121,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys):
     assert (code, "config.yaml is not that run's" in text) == (2, True)
     halved = dict(list(receipt.tensors.items())[::2])
     (tmp_path / "halved").mkdir()
-    code, text = verify(write_run(tmp_path / "halved", cfg, Manifest(tensors=halved, covered="pieces")), weights, capsys)
+    code, text = verify(write_run(tmp_path / "halved", cfg, Manifest.of_records(halved, covered="pieces")), weights, capsys)
     assert (code, "The receipt's pieces are not all of" in text) == (2, True)
     (run / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     table_path(run, 4, 0).unlink()
@@ -132,6 +132,6 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys):
 def test_tiles_of_fused_matrices_are_in_no_checkpoint(tmp_path, capsys):
     """K and V of a 64-wide head share a tile at each rank."""
     cfg = config(2, head_dim=64)
-    run = write_run(tmp_path, cfg, Manifest(tensors=receipt_of(config(1), random_weights(config(1), 3)).tensors, covered="pieces"))
+    run = write_run(tmp_path, cfg, Manifest.of_records(receipt_of(config(1), random_weights(config(1), 3)).tensors, covered="pieces"))
     code, text = verify(run, random_weights(config(2), 3), capsys)
     assert (code, "FP8 tiles that no checkpoint holds, so there is nothing to compare" in text) == (2, True)
