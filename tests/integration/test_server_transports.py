@@ -329,7 +329,9 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
     assert_live(served, FIRST)
 
 
-@pytest.mark.parametrize("phase", ["open", "halfway", "receipt"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("open", marks=pytest.mark.slow), "halfway", pytest.param("receipt", marks=pytest.mark.slow)]
+)
 def test_server_killed_is_one_sentence_and_a_restart_takes_the_version(served, phase):
     """Last in the file: it replaces the module's server by one that starts cold from the disk transport's newest folder."""
     served.publish("disk", SECOND, 70)

@@ -108,6 +108,7 @@ class Stranger(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.mark.slow
 def test_a_port_that_another_process_has_is_left_to_it(tmp_path):
     """As when it takes the port between the moment it was found free and the moment vLLM binds it."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
