@@ -5,15 +5,16 @@ at a time, with the operators of each row, and the trainer scores them with its 
 what was sampled. The baseline shares every operator and must be 0, bit for bit.
 """
 
+import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from e2e_fp8.alignment.capture import Recorder, module_order, watch_engine, watch_trainer
+from e2e_fp8.alignment.capture import LAYER_MODULES, Recorder, module_order, watch_engine, watch_trainer
 from e2e_fp8.alignment.chain import packed
 from e2e_fp8.alignment.divergence import ModuleDivergence, by_module, changed_experts, token_metrics
 from e2e_fp8.config.alignment import CAUSES, choices_at, choices_of
@@ -27,15 +28,20 @@ from e2e_fp8.rollout.forced_decoding import forced_responses
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.types import PackedBatch, Sample
 
+Watch = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 LAYER_SAMPLES = 4
 """Sequences whose modules are compared."""
 
 
 class ExplainEngine(VllmEngine):
-    """The run's engine, which records the experts of a mixture of experts whatever the configuration says."""
+    """The run's engine, which records the experts of a mixture of experts whatever the configuration says.
+
+    On a GPU it runs without graphs and compilation, which keep their operators, and without steps ahead of the tokens.
+    """
 
     def _loader_args(self) -> dict[str, Any]:
-        return {"enable_return_routed_experts": self.cfg.model.is_moe}
+        on_gpu = {} if self.device == "cpu" else {"enforce_eager": True, "async_scheduling": False}
+        return on_gpu | {"enable_return_routed_experts": self.cfg.model.is_moe}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,14 @@ class Scores:
     """Engine: its choices."""
 
 
+def where_finite(ours: Scores, theirs: Scores) -> tuple[Scores, Scores, float]:
+    """Both sides' log-probs of the tokens that ``theirs`` gives a probability above 0, and the share of all others."""
+    kept = [row.isfinite() for row in theirs.log_probs]
+    left_out = 1 - sum(int(mask.sum()) for mask in kept) / max(1, sum(len(mask) for mask in kept))
+    mine, others = ([row[mask] for row, mask in zip(side.log_probs, kept, strict=True)] for side in (ours, theirs))
+    return replace(ours, log_probs=mine), replace(theirs, log_probs=others), left_out
+
+
 @dataclass(kw_only=True)
 class Explanation:
     """All that was measured."""
@@ -75,6 +89,8 @@ class Explanation:
     """Cause -> why it has no row."""
     modules: list[ModuleDivergence] = field(default_factory=list)
     """Of the configuration, over the first samples, each alone on both sides."""
+    hidden_modules: list[str] = field(default_factory=list)
+    """Kinds of modules that one side's fused kernels do not show (GPU)."""
     trainer: Scores = Scores(log_probs=[])
     engine: Scores = Scores(log_probs=[])
     """Both sides of the configuration, for the view by position."""
@@ -116,7 +132,7 @@ class Explainer:
         found.rows.append(row)
         sampled = self._own([torch.tensor(s.rollout_log_probs) for s in self.samples])
         found.sampled_again = max(float((a - b).abs().max()) for a, b in zip(sampled, found.engine.log_probs, strict=True))
-        found.modules = self.modules(self.session.trainer)
+        found.modules, found.hidden_modules = self.modules(self.session.trainer)
         return found
 
     def trainer_with(self, choices: Mapping[str, str], **numerics: Any) -> MegatronEngine:
@@ -125,6 +141,8 @@ class Explainer:
 
     def trainer_of(self, cfg: Config) -> MegatronEngine:
         """A trainer of another configuration on the session's weights."""
+        # those of the rows before have cycles, and every one holds weights, masters and gradients
+        gc.collect()
         trainer = MegatronEngine(cfg)
         trainer.load_state_dict(self.state, weights_only=True)
         return trainer
@@ -155,30 +173,39 @@ class Explainer:
 
     def trainer_scores(self, trainer: MegatronEngine, *, high_precision: bool = False) -> Scores:
         """Log-probs and, of a mixture of experts, choices; ``high_precision`` multiplies bf16(FP32 master) in BF16."""
-        recorder = Recorder(only="router_weights")
         score = trainer.high_precision_token_stats if high_precision else trainer.token_stats
-        with watch_trainer(trainer.model, recorder):
-            stats = score(self.batches)
-        log_probs = response_values(self.batches, [s.log_probs for s in stats])
-        rows = recorder.rows()
-        if not rows:
+        values, chosen = [], []
+        for batch in self.batches:
+            recorder = Recorder(only="router_weights")
+            with watch_trainer(trainer.model, recorder):
+                values += [stats.log_probs for stats in score([batch])]
+            # rows that pad the batch come last
+            rows = {name: weights[: len(batch.token_ids)] for name, weights in recorder.rows().items()}
+            if rows:
+                layers = range(self.cfg.model.num_hidden_layers)
+                chosen.append(torch.stack([rows[f"layers.{layer}.router_weights"] > 0 for layer in layers], dim=1))
+        log_probs = [row.cpu() for row in response_values(self.batches, values)]
+        if not chosen:
             return Scores(log_probs=log_probs)
-        chosen = torch.stack([rows[f"layers.{layer}.router_weights"] > 0 for layer in range(self.cfg.model.num_hidden_layers)], dim=1)
         lengths = [len(s.prompt.token_ids) + len(s.response_token_ids) for s in self.samples]
-        return Scores(log_probs=log_probs, chosen=list(chosen.split(lengths)))
+        return Scores(log_probs=log_probs, chosen=list(torch.cat(chosen).split(lengths)))
 
-    def engine_scores(self, choices: Mapping[str, str]) -> Scores:
-        """The engine with these operators, decoding the samples' tokens."""
+    def engine_scores(self, choices: Mapping[str, str], watch: Watch | None = None, *, top_p: float = 1.0) -> Scores:
+        """The engine with these operators, inside ``watch(model)``, decoding the samples' tokens."""
         self.engine.set_alignment(choices)
-        found = forced_responses(self.engine, [(s.prompt.token_ids, s.response_token_ids) for s in self.samples])
+        sequences = [(s.prompt.token_ids, s.response_token_ids) for s in self.samples]
+        found = forced_responses(self.engine, sequences, watch, top_p)
         log_probs = self._own([f.log_probs for f in found])
         if not self.cfg.model.is_moe:
             return Scores(log_probs=log_probs)
         forced = [replace(s, routed_experts=f.routed_experts) for s, f in zip(self.samples, found, strict=True)]
         return Scores(log_probs=log_probs, routings=[routing_of(s, self.cfg) for s in forced])
 
-    def modules(self, trainer: MegatronEngine) -> list[ModuleDivergence]:
-        """Module by module over the first sample of some prompts, each alone on both sides; the engine keeps its operators."""
+    def modules(self, trainer: MegatronEngine) -> tuple[list[ModuleDivergence], list[str]]:
+        """Module by module over the first sample of some prompts, each alone on both sides; the engine keeps its operators.
+
+        Also the kinds of modules that one side alone shows: on a GPU native norms are inside a product, native experts in one kernel.
+        """
         firsts = {s.group_id: s for s in reversed(self.samples)}
         chosen = [firsts[group] for group in sorted(firsts)[:LAYER_SAMPLES]]
         ours, theirs = [], []
@@ -186,11 +213,16 @@ class Explainer:
             sequence, start = [*sample.prompt.token_ids, *sample.response_token_ids], len(sample.prompt.token_ids)
             recorder = Recorder()
             with watch_trainer(trainer.model, recorder):
-                trainer.token_stats([packed([sequence])])
-            rows = {name: values[:-1] for name, values in recorder.rows().items()}
+                trainer.token_stats([packed([sequence], trainer.device)])
+            rows = {name: values[: len(sequence) - 1] for name, values in recorder.rows().items()}
             ours.append(rows | {"logits": rows["logits"][start - 1 :]})
             theirs.append(self._engine_rows(sample))
-        return by_module(ours, theirs, module_order(self.cfg.model.num_hidden_layers))
+        order, hidden = module_order(self.cfg.model.num_hidden_layers), set()
+        if self.engine.device == "cuda":
+            hidden = ours[0].keys() ^ theirs[0].keys()
+            ours, theirs = ([{n: v for n, v in rows.items() if n not in hidden} for rows in side] for side in (ours, theirs))
+        kinds = {name.rpartition(".")[2] for name in hidden}
+        return by_module(ours, theirs, order), [name for name in (*LAYER_MODULES, "final_norm") if name in kinds]
 
     def _engine_rows(self, sample: Sample) -> dict[str, torch.Tensor]:
         recorder = Recorder()

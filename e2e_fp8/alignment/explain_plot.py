@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 _COLOURS = {"baseline": "#2b8a3e", "cause": "#0b6bcb", "total": "#d9480f", "what_if": "#8a94a0"}
-_LABELS = {"cause": "open in the configuration", "total": "the configuration", "what_if": "not part of it: what it would add"}
+_LABELS = {"cause": "open in the configuration", "total": "the configuration", "what_if": "put on the baseline alone"}
 
 _SMALLEST_SHOWN = 1e-5
 """Share of the largest row below which a row has its number alone, so that rounding of the last bit does not take the axis."""

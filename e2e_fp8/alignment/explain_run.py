@@ -73,6 +73,7 @@ def record_of(found: Explanation, cfg: Config, samples: list[Sample]) -> dict[st
     closed = {name: measured[BASELINE] for name in closed_causes(cfg, measured)}
     return {
         "alignment": cfg.numerics.alignment,
+        "backend": cfg.run.backend,
         "samples": len(samples),
         "tokens": sum(len(row) for row in found.engine.log_probs),
         "seed": cfg.run.seed,
@@ -84,6 +85,7 @@ def record_of(found: Explanation, cfg: Config, samples: list[Sample]) -> dict[st
         "total": measured[TOTAL]["mismatch_kl"],
         "first_module": asdict(differing[0]) if differing else None,
         "modules": [asdict(module) for module in found.modules],
+        "hidden_modules": found.hidden_modules,
         "positions": by_position(found.trainer.log_probs, found.engine.log_probs),
         "first_position": {
             "earliest": min((p for p in firsts if p is not None), default=None),

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from e2e_fp8.alignment.explain import Explainer, Explanation, Row, Scores
-from e2e_fp8.config.alignment_explain import WHAT_IF
+from e2e_fp8.alignment.explain import Explainer, Explanation, Row, Scores, where_finite
+from e2e_fp8.config.alignment_explain import WHAT_IF, with_numerics
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics.blockwise import BlockScaled, dequantize_blockwise
@@ -20,14 +20,20 @@ from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.update.aggregation import loss_denominator
 
 NOT_MEASURED = {
-    "weight_scale_format": "the engine reads the trainer's own codes and scales, so the format is the same on both sides by construction",
-    "gemm_backend": "both sides call one implementation of the FP8 products with exact block sums (CPU); explain does not run on a GPU",
-    "kv_precision": "keys and values are BF16 on both sides, there is no setting for another format",
-    "top_p": "sampling is not truncated, there is no setting for it",
     "parallel_sums": "trainer and engine are of one rank each here, whatever ranks trained a run",
     "router_replay": "replay hides the router's part of the mismatch, so it is off here",
 }
-"""Causes of a mismatch elsewhere -> why there is no row."""
+"""Causes of a mismatch elsewhere -> why there is no row on either ground."""
+ON_THE_CPU = {
+    "gemm_triton": "both sides call one implementation of the FP8 products with exact block sums on the CPU",
+    "gemm_cutlass": "both sides call one implementation of the FP8 products with exact block sums on the CPU",
+    "moe_backend": "vLLM's own FP8 experts do not run on the CPU",
+}
+COMPILED = (
+    "the engine ran without compilation and CUDA graphs, which keep their operators and which rollout.enforce_eager false allows; graphs "
+    "change no bit (docs/alignment.md), what compilation fuses is in no row"
+)
+TOP_P = 0.95
 
 
 class WhatIf:
@@ -36,22 +42,32 @@ class WhatIf:
     def __init__(self, explainer: Explainer) -> None:
         self.on, self.cfg = explainer, explainer.cfg
         self.base = explainer.trainer_with(explainer.shared)
-        self.engine = explainer.engine_scores(explainer.shared)
+        self.ours, self.engine = explainer.trainer_scores(self.base), explainer.engine_scores(explainer.shared)
 
     def add(self, found: Explanation) -> None:
         """All rows, or the reason why one is missing."""
         found.not_measured |= NOT_MEASURED
+        on_gpu = self.on.engine.device == "cuda"
+        if on_gpu and not self.cfg.rollout.enforce_eager:
+            found.not_measured["compilation"] = COMPILED
         measures: dict[str, Callable[[], Row | str]] = {
             "training_in_bf16": self.training_in_bf16,
             "activation_quantization": self.activation_quantization,
             "weight_quantization": self.weight_quantization,
             "activation_scale_format": self.activation_scale_format,
+            "weight_scale_format": self.weight_scale_format,
+            "gemm_triton": lambda: self.swapped_products("gemm_triton"),
+            "gemm_cutlass": lambda: self.swapped_products("gemm_cutlass"),
+            "moe_backend": self.moe_backend,
+            "kv_precision": self.kv_precision,
             "sampling_temperature": self.sampling_temperature,
+            "sampling_top_p": self.sampling_top_p,
             "staleness": self.staleness,
         }
+        assert measures.keys() == WHAT_IF.keys()
         for name, measure in measures.items():
             print(f"align explain: {name}", file=sys.stderr, flush=True)
-            row = measure()
+            row = ON_THE_CPU[name] if name in ON_THE_CPU and not on_gpu else measure()
             if isinstance(row, str):
                 found.not_measured[name] = row
             else:
@@ -80,12 +96,53 @@ class WhatIf:
         trainer.load_hf_weights(dequantized(self.base, self.base.cfg))
         return self.on.trainer_scores(trainer, high_precision=True)
 
-    def activation_scale_format(self) -> Row:
+    def activation_scale_format(self) -> Row | str:
         """The trainer's activations with scales of the other format."""
-        other = "fp32" if self.cfg.numerics.activation_power_2_scale else "pow2"
-        weights = "pow2" if self.cfg.numerics.weight_power_2_scale else "fp32"
-        trainer = self.on.trainer_with(self.on.shared, activation_scale_format=other, weight_scale_format=weights)
-        return self._row("activation_scale_format", "scale format", self.on.trainer_scores(trainer), detail=f": {other} there")
+        return self._other_scales("activation_scale_format", self.cfg.numerics.activation_power_2_scale)
+
+    def weight_scale_format(self) -> Row | str:
+        """The trainer's weights with scales of the other format, the engine's as they were published."""
+        return self._other_scales("weight_scale_format", self.cfg.numerics.weight_power_2_scale)
+
+    def _other_scales(self, field: str, power_2_scale: bool) -> Row | str:
+        numerics, other = self.cfg.numerics, "fp32" if power_2_scale else "pow2"
+        formats = {
+            "activation_scale_format": "pow2" if numerics.activation_power_2_scale else "fp32",
+            "weight_scale_format": "pow2" if numerics.weight_power_2_scale else "fp32",
+        }
+        cfg = with_numerics(self.cfg, self.on.shared, training_precision="fp8", **(formats | {field: other}))
+        if self.on.engine.device == "cuda" and cfg.numerics.any_fp32_scale != numerics.any_fp32_scale:
+            return "Transformer Engine reads NVTE_FP8_BLOCK_SCALING_FP32_SCALES once, and this row needs its other value"
+        return self._row(field, "scale format", self.on.trainer_scores(self.on.trainer_of(cfg)), detail=f": {other} there")
+
+    def swapped_products(self, name: str) -> Row:
+        """The engine's FP8 products by another implementation."""
+        from e2e_fp8.rollout.swapped_kernels import PRODUCTS, swapped_products
+
+        theirs = self.on.engine_scores(self.on.shared, lambda model: swapped_products(model, PRODUCTS[name]))
+        return self._row(name, "GEMM backend", self.ours, theirs)
+
+    def moe_backend(self) -> Row | str:
+        """The engine's experts by vLLM's own layer."""
+        if not self.cfg.model.is_moe:
+            return "this model has no experts"
+        from e2e_fp8.rollout.swapped_kernels import own_experts
+
+        return self._row("moe_backend", "MoE backend", self.ours, self.on.engine_scores(self.on.shared, own_experts))
+
+    def kv_precision(self) -> Row:
+        """The engine's keys and values rounded to E4M3 before they enter the cache."""
+        from e2e_fp8.rollout.swapped_kernels import rounded_cache
+
+        return self._row("kv_precision", "attention", self.ours, self.on.engine_scores(self.on.shared, rounded_cache))
+
+    def sampling_top_p(self) -> Row | str:
+        """The engine's log-probs of the truncated distribution, where it has one."""
+        theirs = self.on.engine_scores(self.on.shared, top_p=TOP_P)
+        ours, kept, left_out = where_finite(self.ours, theirs)
+        if left_out == 1:
+            return f"every sampled token is outside of top-p {TOP_P}"
+        return self._row("sampling_top_p", "sampling", ours, kept, detail=f": {TOP_P}, {100 * left_out:.2g} % of the tokens outside")
 
     def sampling_temperature(self) -> Row:
         """The trainer's log-probs at 1, or at 0.9 where 1 is the temperature."""

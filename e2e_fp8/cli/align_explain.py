@@ -40,7 +40,7 @@ def add_explain(actions: "argparse._SubParsersAction") -> None:
 def _explain(args: argparse.Namespace) -> int:
     """Samples responses once with the configuration, then opens one cause of the
     mismatch at a time from numerics.alignment=bitwise to the configuration. The
-    engine decodes the same tokens again for every row. CPU only for now.
+    engine decodes the same tokens again for every row. CPU or GPU.
 
     Writes explain.json and explain.png. numerics.alignment_gates sets thresholds.
 
@@ -56,11 +56,14 @@ def _explain(args: argparse.Namespace) -> int:
 
         raise CheckpointError(f"{run_dir} is not a run folder (it has no config.yaml): pass the folder that e2e-fp8 train wrote.")
     cfg = load_config(target / "config.yaml" if run_dir else target, args.overrides)
-    from e2e_fp8.config.alignment_explain import explain_config
-    from e2e_fp8.orchestration.environment import prepare_environment, resolve_backend
+    from e2e_fp8.config.alignment import choices_at
+    from e2e_fp8.config.alignment_explain import explain_config, with_numerics
+    from e2e_fp8.orchestration.environment import check_alignment_on_cuda, prepare_environment, resolve_backend
 
     # what is refused leaves the environment as it was
     cfg = explain_config(resolve_backend(cfg), one_rank=run_dir is not None)
+    if cfg.run.backend == "cuda":
+        check_alignment_on_cuda(with_numerics(cfg, choices_at("bitwise"), training_precision="fp8"))
     prepare_environment(cfg)
     from e2e_fp8.alignment.explain_run import explain, write
 
@@ -119,8 +122,10 @@ def _table(record: dict[str, Any]) -> Any:
             f"{metrics['tme_max']:.3f}",
             f"{100 * metrics['ratio_above_2']:.2f} %",
             "-" if changed is None else ", ".join(f"{100 * share:.2f} %" for share in changed),
-            end_section=last_of_kind,
+            end_section=last_of_kind or index + 1 == len(kinds),
         )
+    for name in record["not_measured"]:
+        table.add_row(name, "not measured", *["-"] * 7)
     return table
 
 
@@ -143,7 +148,7 @@ def sentences(record: dict[str, Any]) -> list[str]:
     else:
         lines.append("the configuration has no mismatch: the trainer's log-prob of every token equals the engine's.")
     if any(row["kind"] == "what_if" for row in record["rows"]):
-        lines.append("*: not open in this configuration; what it would add to the baseline:")
+        lines.append("*: put on the baseline alone, no part of the sum:")
         lines += [f"   {row['name']}: {row['what']}" for row in record["rows"] if row["kind"] == "what_if"]
     first, position = record["first_module"], record["first_position"]
     if first is not None:
@@ -152,6 +157,8 @@ def sentences(record: dict[str, Any]) -> list[str]:
             f"{100 * first['unequal']:.3g} % of its values."
         )
         lines += _layer_lines(record["modules"])
+    if record["hidden_modules"]:
+        lines.append(f"modules that one side's fused kernels do not show: {', '.join(record['hidden_modules'])}.")
     if position["earliest"] is not None:
         lines.append(
             f"by position: log-probs differ from token {position['earliest']} of the response on, in "

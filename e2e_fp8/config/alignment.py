@@ -255,14 +255,13 @@ def check_alignment(cfg: "Config") -> None:
     """What shared operators need of the rest of the configuration.
 
     Raises:
-        ConfigError: tensor or expert parallelism, whose partial sums have an order of their own, or ``bitwise`` without FP8 on both sides.
+        ConfigError: tensor parallelism, whose partial sums have an order of their own, or ``bitwise`` without FP8 on both sides.
     """
     numerics, parallel = cfg.numerics, cfg.training.parallel
     check_overrides(numerics.alignment_overrides)
     shared = [name for name, choice in choices_of(numerics).items() if choice != "native"]
     sizes = {
         "training.parallel.tensor": parallel.tensor,
-        "training.parallel.expert": parallel.expert,
         "training.parallel.expert_tensor": parallel.expert_tensor,
         "rollout.tensor_parallel": cfg.rollout.tensor_parallel,
     }

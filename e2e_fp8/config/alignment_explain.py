@@ -22,7 +22,13 @@ WHAT_IF: dict[str, str] = {
     "activation_quantization": "trainer multiplies the engine's dequantized weights in BF16: activations alone are quantized on one side",
     "weight_quantization": "trainer against itself, both with BF16 products: dequantized FP8 weights against bf16(FP32 master)",
     "activation_scale_format": "trainer rounds scales of activations the other way (fp32 or pow2)",
+    "weight_scale_format": "trainer rounds scales of weights the other way, the engine has those that were published",
+    "gemm_triton": "engine's FP8 products, of experts too, by vLLM's Triton kernel in place of DeepGEMM",
+    "gemm_cutlass": "engine's FP8 products, of experts too, by CUTLASS in place of DeepGEMM",
+    "moe_backend": "engine's experts by vLLM's own layer: quantizer, products (Triton for few tokens), SwiGLU and combine together",
+    "kv_precision": "engine's keys and values rounded to E4M3, as in an FP8 cache with scale 1",
     "sampling_temperature": "trainer's log-probs at another temperature",
+    "sampling_top_p": "engine's log-probs of the distribution truncated by top-p, for the tokens in it",
     "staleness": "engine one optimizer step behind",
 }
 """Causes that no operator choice closes; each is measured on top of the bitwise baseline, and is no part of the sum."""
@@ -91,8 +97,16 @@ def explain_config(cfg: "Config", *, one_rank: bool = False) -> "Config":
     Raises:
         ConfigError: the causes cannot be switched in it.
     """
-    if cfg.run.backend != "cpu" or cfg.rollout.placement != "in_process":
-        raise ConfigError("align explain switches operators of a live engine: set run.backend to cpu and rollout.placement to in_process.")
+    if cfg.rollout.placement != "in_process":
+        raise ConfigError(
+            "rollout.placement is server, but align explain switches operators of a live engine: set it to in_process and "
+            "sync.transport to local."
+        )
+    if cfg.run.backend == "cuda" and cfg.model.is_moe and cfg.rollout.moe_backend != "deep_gemm":
+        raise ConfigError(
+            f"rollout.moe_backend is {cfg.rollout.moe_backend}, but the bitwise baseline of align explain needs the trainer's grouped "
+            "products: set it to deep_gemm; the row gemm_triton says what Triton's add."
+        )
     if cfg.numerics.rollout_precision != "fp8":
         raise ConfigError(
             "numerics.rollout_precision is bf16, but the bitwise baseline of align explain needs FP8 products in the engine: set it to fp8."

@@ -104,6 +104,8 @@ class SharedExperts:
         self.amax_epsilon = amax_epsilon
         self.observe: Callable[[dict[str, torch.Tensor]], None] | None = None
         """Called with the intermediate values of each call (rows sorted by expert), for the parity chain."""
+        self.grouped_product: Callable[..., Any] = m_grouped_fp8_gemm_nt_contiguous
+        """DeepGEMM's, but for ``align explain`` (e2e_fp8.rollout.swapped_kernels)."""
 
     def __call__(
         self,
@@ -132,9 +134,9 @@ class SharedExperts:
         # DeepGEMM's tiles must not be taller than an expert's padding, or one would span two experts.
         with mk_alignment_scope(alignment):
             w13 = (layer.w13_weight, layer.w13_weight_scale_inv)
-            m_grouped_fp8_gemm_nt_contiguous((codes_PH, scale_inv_P), w13, gate_up_P2I, expert_P)
+            self.grouped_product((codes_PH, scale_inv_P), w13, gate_up_P2I, expert_P)
             w2 = (layer.w2_weight, layer.w2_weight_scale_inv)
-            m_grouped_fp8_gemm_nt_contiguous(self.activation_codes(gate_up_P2I, expert_P), w2, down_PH, expert_P)
+            self.grouped_product(self.activation_codes(gate_up_P2I, expert_P), w2, down_PH, expert_P)
         if self.observe is not None:
             order_A = place_Mk.reshape(-1)[topk_ids.reshape(-1).argsort(stable=True)]
             gate_up_A2I = gate_up_P2I[order_A]

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from e2e_fp8.config.alignment import MOE_CAUSES
 from e2e_fp8.errors import ConfigError
 from e2e_fp8.numerics import row_invariant
+from e2e_fp8.training.expert_exchange import ExpertExchange
 from e2e_fp8.training.norm import rms_norm
 from e2e_fp8.training.router_replay import ReplayHook, ValueWithGradientOf
 from e2e_fp8.training.shared_functions import SharedCombine, SharedMatmul, SharedRmsNorm, SharedRouterWeights, SharedSwiglu
@@ -52,15 +53,16 @@ class SharedMlp(MLP):
 class SharedMoELayer(MoELayer):
     """Mixture of experts in the engine's order: route, each expert over its tokens in token order, weighted sum over the k choices.
 
-    Needs all experts on this rank; Megatron's dispatcher is not used. Each cause that is ``native`` computes as Megatron's layer does.
-    Experts are linears one by one (CPU) or Transformer Engine's grouped ones, whose rows of each expert are padded with zeros.
+    Megatron's dispatcher is not used: experts of other ranks get rows and give them back (:class:`ExpertExchange`), and a token sums its k
+    rows where it is, in its own order. Each cause that is ``native`` computes as Megatron's layer does. Experts are linears one by one
+    (CPU) or Transformer Engine's grouped ones, whose rows of each expert are padded with zeros.
     """
 
     router: Any
     experts: Any
     observe: Callable[[dict[str, torch.Tensor]], None] | None = None
-    """Sees each forward of grouped experts: ``gate_up [A, 2I]``, ``activation [A, I]`` and ``down [A, H]`` by expert, then token, and
-    ``ids [T, k]``."""
+    """Sees each forward of grouped experts on one rank: ``gate_up [A, 2I]``, ``activation [A, I]`` and ``down [A, H]`` by expert, then
+    token, and ``ids [T, k]``."""
 
     def __init__(self, *args: Any, choices: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,13 +115,15 @@ class SharedMoELayer(MoELayer):
     def _experts(self, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
         tokens, top_k = ids_Tk.shape
         order_A = ids_Tk.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(ids_Tk.reshape(-1), minlength=self.num_local_experts).tolist()
-        inputs_AH, weights_A = x_TH[order_A // top_k], weights_Tk.reshape(-1)[order_A]
-        if isinstance(self.experts, SequentialMLP):
-            entries = zip(self.experts.local_experts, inputs_AH.split(counts), weights_A.split(counts), strict=True)
-            outputs_AH = torch.cat([self._expert(*entry) for entry in entries])
+        counts_E = torch.bincount(ids_Tk.reshape(-1), minlength=self.ep_group.size() * self.num_local_experts)
+        inputs_AH = x_TH[order_A // top_k]
+        weights_A = None if "router_probabilities" in self.shared else weights_Tk.reshape(-1)[order_A]
+        if self.ep_group.size() == 1:
+            outputs_AH = self._local_experts(inputs_AH, weights_A, counts_E.tolist(), ids_Tk)
         else:
-            outputs_AH = self._grouped_experts(inputs_AH, weights_A, counts, ids_Tk)
+            exchange = ExpertExchange(self.ep_group, counts_E)
+            weights_A = None if weights_A is None else exchange.there(weights_A)
+            outputs_AH = exchange.back(self._local_experts(exchange.there(inputs_AH), weights_A, exchange.counts, ids_Tk))
         if "router_probabilities" not in self.shared:
             weights_Tk = torch.ones_like(weights_Tk)
         if "combine" in self.shared:
@@ -129,25 +133,36 @@ class SharedMoELayer(MoELayer):
         rows = (order_A // top_k)[:, None].expand_as(weighted_AH)
         return torch.zeros_like(x_TH).scatter_add(0, rows, weighted_AH)
 
-    def _activation(self, gate_up: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
+    def _local_experts(self, x_AH: torch.Tensor, weights_A: torch.Tensor | None, counts: list[int], ids_Tk: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert through this rank's experts, ``counts`` rows each; ``weights_A`` None where they are applied behind."""
+        if not len(x_AH):
+            # on one of several ranks; with its edge in the graph, as the gradient is exchanged too
+            return x_AH
+        if not isinstance(self.experts, SequentialMLP):
+            return self._grouped_experts(x_AH, weights_A, counts, ids_Tk)
+        weights = [None] * len(counts) if weights_A is None else weights_A.split(counts)
+        entries = zip(self.experts.local_experts, x_AH.split(counts), weights, strict=True)
+        return torch.cat([self._expert(*entry) for entry in entries])
+
+    def _activation(self, gate_up: torch.Tensor, weights_A: torch.Tensor | None) -> torch.Tensor:
         if "swiglu" in self.shared:
             activation = SharedSwiglu.apply(gate_up)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
             activation = F.silu(gate) * up
-        if "router_probabilities" not in self.shared:
+        if weights_A is not None:
             activation = (activation * weights_A[:, None]).to(activation.dtype)
         return activation
 
-    def _expert(self, expert: Any, x_AH: torch.Tensor, weights_A: torch.Tensor) -> torch.Tensor:
+    def _expert(self, expert: Any, x_AH: torch.Tensor, weights_A: torch.Tensor | None) -> torch.Tensor:
         gate_up, _ = expert.linear_fc1(x_AH)
         return expert.linear_fc2(self._activation(gate_up, weights_A))[0]
 
-    def _grouped_experts(self, x_AH: torch.Tensor, weights_A: torch.Tensor, counts: list[int], ids_Tk: torch.Tensor) -> torch.Tensor:
+    def _grouped_experts(self, x_AH: torch.Tensor, weights_A: torch.Tensor | None, counts: list[int], ids_Tk: torch.Tensor) -> torch.Tensor:
         experts, padded_counts, fp8 = self.experts, counts, bool(self.config.fp8)
         if fp8:
             x_AH, padded_counts = experts.quantization_padding(x_AH, counts)
-            if "router_probabilities" not in self.shared:
+            if weights_A is not None:
                 weights_A = experts.quantization_padding(weights_A[:, None], counts)[0][:, 0]
         gate_up, _ = experts.linear_fc1(x_AH, padded_counts)
         activation = self._activation(gate_up, weights_A)

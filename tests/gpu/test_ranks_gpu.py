@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from rank_cases import MODEL, SCRIPT, Case, free_port, rank_environment, whole_weights
 from test_loop_ranks import GRIDS as LOOP_GRIDS
 from test_loop_ranks import check_loop, torchrun
-from test_ranks import CASES, check_bytes, check_step, run_torchrun, write_case
+from test_ranks import CASES, SHARED, check_bytes, check_equal_log_probs, check_step, run_torchrun, write_case
 from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, Served, address, case_config, check_server, check_transfer
 
 pytestmark = [
@@ -27,6 +27,17 @@ def test_two_gpus(name, tmp_path):
     for job, out in ((case, tmp_path / "many"), (case.alone(), tmp_path / "one")):
         write_case(job, out)
         run_torchrun(job, out)
+    check_bytes(case, tmp_path / "many")
+    check_step(case, tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_operators_give_every_rank_the_bits_of_one(name, tmp_path):
+    case = replace(SHARED[name], backend="cuda")
+    for job, out in ((case, tmp_path / "many"), (case.alone(), tmp_path / "one")):
+        write_case(job, out)
+        run_torchrun(job, out)
+    check_equal_log_probs(case, tmp_path / "many", tmp_path / "one")
     check_bytes(case, tmp_path / "many")
     check_step(case, tmp_path / "many", tmp_path / "one")
 

@@ -35,6 +35,7 @@ class Case:
     parallel: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)
     precision: str = "fp8"
+    alignment: str = "fast"
     steps: int = 2
     backend: str = "cpu"
     rollout_tp: int = 1
@@ -50,7 +51,7 @@ class Case:
         served = {"rollout": {"placement": "server", "tensor_parallel": self.rollout_tp}, "sync": {"transport": self.transport}}
         return (served if self.rollout_tp > 1 else {}) | {
             "model": {**MODEL, **self.model},
-            "numerics": {"training_precision": self.precision, "rollout_precision": self.precision},
+            "numerics": {"training_precision": self.precision, "rollout_precision": self.precision, "alignment": self.alignment},
             "run": {"backend": self.backend},
             "objective": self.objective,
             "training": {"weight_decay": 0.1, "parallel": self.parallel, "clip_grad": 100.0, "adam_eps": 1.0}
@@ -60,7 +61,8 @@ class Case:
     def alone(self) -> "Case":
         """The same on one rank."""
         more = {name: self.more[name] for name in ("replay",) if name in self.more}
-        return Case(world=1, model=self.model, precision=self.precision, steps=self.steps, backend=self.backend, more=more)
+        same = {name: getattr(self, name) for name in ("model", "precision", "alignment", "steps", "backend")}
+        return Case(world=1, more=more, **same)
 
 
 def free_port() -> int:

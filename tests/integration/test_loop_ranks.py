@@ -28,6 +28,8 @@ GRIDS = {
     "ep2": ["training.parallel.expert=2"],
     "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae"],
     "dp2_audited": ["numerics.alignment=bitwise", "training.old_log_probs=rollout", "training.old_log_probs_audit=0.2"],
+    "ep2_bitwise": ["training.parallel.expert=2", "numerics.alignment=bitwise"],
+    "pp2_bitwise": ["training.parallel.pipeline=2", "numerics.alignment=bitwise"],
     "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],
 }
 
@@ -107,6 +109,8 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
     for step in steps[2:]:
         assert step["receipt/passed"] == 1.0
         assert 0 <= step["mismatch_kl"] < 0.05
+        if "numerics.alignment=bitwise" in GRIDS[grid]:
+            assert (step["mismatch_kl"], step["train_rollout_logprob_abs_diff/max"]) == (0, 0)
         assert 0 <= step["rollout/prefix_cache_hit_rate"] <= 1
         assert step["skipped_steps"] + step["policy_version"] > 2
         # the first audit is of all 16 samples, then each of two ranks takes a fifth of its own

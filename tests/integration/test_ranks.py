@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,8 @@ CASES = {
     "etp2": Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}, model={"moe_intermediate_size": 256}),
     "vpp2": Case(world=2, parallel={"pipeline": 2, "virtual_pipeline": 2}, model={"num_hidden_layers": 4}, steps=0),
 }
+SHARED = {name: replace(CASES[name], alignment="bitwise") for name in ("dp2", "ep2", "pp2")}
+"""With every operator that the engine shares."""
 
 
 def run_torchrun(case: Case, out: Path) -> None:
@@ -127,9 +130,24 @@ def test_log_probs_of_every_data_parallel_rank(name, results):
 @pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "bf16_ep2"])
 def test_without_tensor_parallelism_log_probs_are_bit_equal(name, results):
     case = CASES[name]
-    expected = held(results(case.alone()), 1, "end")[0]
+    check_equal_log_probs(case, results(case), results(case.alone()))
+
+
+@pytest.mark.parametrize("name", ["ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2"))])
+def test_shared_operators_give_every_rank_the_bits_of_one(name, results):
+    """And steps as near to one rank's as with native operators. One rank's log-probs are vLLM's: test_alignment.py."""
+    case = SHARED[name]
+    many, one = results(case), results(case.alone())
+    check_equal_log_probs(case, many, one)
+    check_step(case, many, one)
+    native = held(results(CASES[name].alone()), 1, "end")[0]
+    assert not torch.equal(held(one, 1, "end")[0]["log_probs/0"], native["log_probs/0"]), "nothing was shared"
+
+
+def check_equal_log_probs(case: Case, many: Path, one: Path) -> None:
+    expected = held(one, 1, "end")[0]
     places = sharding_reference.coordinates(case.world, case.parallel)
-    for place, found in zip(places, held(results(case), case.world, "end"), strict=True):
+    for place, found in zip(places, held(many, case.world, "end"), strict=True):
         mine = range(2) if case.parallel.get("pipeline") else [place["data"]]
         for index, batch in enumerate(mine):
             assert torch.equal(found[f"log_probs/{index}"], expected[f"log_probs/{batch}"])

@@ -178,7 +178,7 @@ def test_gates_are_no_change_of_numerics_that_a_resume_would_refuse():
 @pytest.mark.parametrize(
     ("target", "overrides", "words"),
     [
-        (CONFIG, ["rollout.placement=server", "sync.transport=disk"], "rollout.placement to in_process"),
+        (CONFIG, ["rollout.placement=server", "sync.transport=disk"], "rollout.placement is server"),
         (CONFIG, ["numerics.rollout_precision=bf16", "numerics.training_precision=bf16"], "numerics.rollout_precision is bf16"),
         (CONFIG, ["numerics.router_precision=fp32"], "router_precision is fp32"),
         (str(ROOT / "docs"), [], "is not a run folder"),
