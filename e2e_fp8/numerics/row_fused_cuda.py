@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from e2e_fp8.numerics.formats import E4M3, TILE
+from e2e_fp8.numerics.formats import TILE
+from e2e_fp8.numerics.row_kernels_cuda import quantized_tiles, silu_product
 
 _ROWS = 8
 """Rows of one program; padding comes in longer runs, so most of it is skipped by whole programs."""
 _STRICT: dict[str, Any] = {"enable_fp_fusion": False}
-_E4M3_MAX = tl.constexpr(E4M3.max_value)
-_NAN_CODE = tl.constexpr(E4M3.nan_code)
 _TILE = tl.constexpr(TILE)
 
 
@@ -24,7 +23,7 @@ def _silu_and_mul_quantized(
     x_ptr, expert_ptr, codes_ptr, scale_inv_ptr, rows, tile_step, amax_epsilon, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
     POWER_2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS`` rows of one tile: row_kernels_cuda's _silu_and_mul, then its _quantize."""
+    """``ROWS`` rows of one tile."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     expert = tl.load(expert_ptr + row, mask=row < rows, other=-1)
@@ -35,22 +34,8 @@ def _silu_and_mul_quantized(
     gate_ptr = x_ptr + row[:, None] * (2 * WIDTH) + column[None, :]
     gate = tl.load(gate_ptr, mask=real[:, None], other=0.0)
     up = tl.load(gate_ptr + WIDTH, mask=real[:, None], other=0.0)
-    gate32 = gate.to(tl.float32)
-    silu = tl.math.div_rn(gate32, 1.0 + tl.exp(-gate32)).to(gate.dtype)
-    x = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
-    amax = tl.where(amax < amax_epsilon, amax_epsilon, amax)
-    degenerate = (amax == 0.0) | (amax == float("inf"))
-    quant_scale = tl.math.div_rn(tl.full((ROWS,), _E4M3_MAX, tl.float32), tl.where(degenerate, _E4M3_MAX, amax))
-    quant_scale = tl.where(quant_scale == float("inf"), LARGEST, quant_scale)
-    if POWER_2:
-        quant_scale = (quant_scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    scaled = x * quant_scale[:, None]
-    clamped = tl.where(scaled > _E4M3_MAX, _E4M3_MAX, tl.where(scaled < -_E4M3_MAX, -_E4M3_MAX, scaled))
-    codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    codes = tl.where(scaled == scaled, codes, _NAN_CODE).to(tl.uint8)
+    codes, scale_inv = quantized_tiles(silu_product(gate, up).to(tl.float32), amax_epsilon, LARGEST, POWER_2, ROWS)
     tl.store(codes_ptr + row[:, None] * WIDTH + column[None, :], codes, mask=real[:, None])
-    scale_inv = tl.math.div_rn(tl.full((ROWS,), 1.0, tl.float32), quant_scale)
     tl.store(scale_inv_ptr + tile * tile_step + row, scale_inv, mask=real)
 
 

@@ -108,6 +108,14 @@ _SPAN = 1024
 """Elements of a row that one program of an element-wise kernel handles."""
 
 
+@triton.jit
+def silu_product(gate, up):
+    """silu of BF16 ``gate``, rounded, times ``up``, rounded: inlined wherever the shared SwiGLU is computed."""
+    gate32 = gate.to(tl.float32)
+    silu = tl.math.div_rn(gate32, 1.0 + tl.exp(-gate32)).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _silu_and_mul(x_ptr, out_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -117,9 +125,7 @@ def _silu_and_mul(x_ptr, out_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constex
         stride = tl.multiple_of(stride.to(tl.int64), 8)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + WIDTH + column, mask=inside, other=0.0)
-    gate32 = gate.to(tl.float32)
-    silu = tl.math.div_rn(gate32, 1.0 + tl.exp(-gate32)).to(gate.dtype)
-    tl.store(out_ptr + row * WIDTH + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(out_ptr + row * WIDTH + column, silu_product(gate, up), mask=inside)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -319,20 +325,12 @@ _TILES = 16
 """Quantization tiles of one program."""
 
 
-@triton.jit(do_not_specialize=["tiles", "stride", "row_step", "tile_step"])
-def _quantize(
-    x_ptr, codes_ptr, scale_inv_ptr, tiles, stride, row_step, tile_step, amax_epsilon, K: tl.constexpr, LARGEST: tl.constexpr,
-    POWER_2: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """See e2e_fp8.numerics.blockwise; the largest value of a tile does not depend on an order."""
-    across: tl.constexpr = (K + _TILE - 1) // _TILE
-    index = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-    row, tile = index // across, index % across
-    column = (tile * _TILE)[:, None] + tl.arange(0, _TILE)[None, :]
-    inside = (index < tiles)[:, None] & (column < K)
-    if K % 8 == 0:
-        stride = tl.multiple_of(stride.to(tl.int64), 8)
-    x = tl.load(x_ptr + (row * stride)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+@triton.jit
+def quantized_tiles(x, amax_epsilon, LARGEST: tl.constexpr, POWER_2: tl.constexpr, TILES: tl.constexpr):
+    """``(codes uint8 [TILES, 128], scale_inv [TILES])`` of FP32 ``[TILES, 128]``: inlined wherever activations are quantized.
+
+    See e2e_fp8.numerics.blockwise; the largest value of a tile does not depend on an order.
+    """
     amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
     amax = tl.where(amax < amax_epsilon, amax_epsilon, amax)
     degenerate = (amax == 0.0) | (amax == float("inf"))
@@ -344,8 +342,25 @@ def _quantize(
     clamped = tl.where(scaled > _E4M3_MAX, _E4M3_MAX, tl.where(scaled < -_E4M3_MAX, -_E4M3_MAX, scaled))
     codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     codes = tl.where(scaled == scaled, codes, _NAN_CODE).to(tl.uint8)
+    return codes, tl.math.div_rn(tl.full((TILES,), 1.0, tl.float32), quant_scale)
+
+
+@triton.jit(do_not_specialize=["tiles", "stride", "row_step", "tile_step"])
+def _quantize(
+    x_ptr, codes_ptr, scale_inv_ptr, tiles, stride, row_step, tile_step, amax_epsilon, K: tl.constexpr, LARGEST: tl.constexpr,
+    POWER_2: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``TILES`` tiles, wherever they lie."""
+    across: tl.constexpr = (K + _TILE - 1) // _TILE
+    index = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    row, tile = index // across, index % across
+    column = (tile * _TILE)[:, None] + tl.arange(0, _TILE)[None, :]
+    inside = (index < tiles)[:, None] & (column < K)
+    if K % 8 == 0:
+        stride = tl.multiple_of(stride.to(tl.int64), 8)
+    x = tl.load(x_ptr + (row * stride)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    codes, scale_inv = quantized_tiles(x, amax_epsilon, LARGEST, POWER_2, TILES)
     tl.store(codes_ptr + row[:, None] * K + column, codes, mask=inside)
-    scale_inv = tl.math.div_rn(tl.full((TILES,), 1.0, tl.float32), quant_scale)
     tl.store(scale_inv_ptr + row * row_step + tile * tile_step, scale_inv, mask=index < tiles)
 
 

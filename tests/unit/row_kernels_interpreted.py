@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from triton.runtime import interpreter
 
-from e2e_fp8.numerics import row_invariant, row_kernels_cuda
+from e2e_fp8.numerics import row_fused_cuda, row_invariant, row_kernels_cuda
 from e2e_fp8.numerics.blockwise import quantize_with_torch
 from e2e_fp8.numerics.formats import E4M3
 
@@ -122,6 +122,21 @@ def check_quantizer() -> None:
                     assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
+def check_fused() -> None:
+    """SwiGLU and quantizer in one kernel give what the two give one after the other; rows of padding stay as memory was."""
+    gate_up, expert_P = normal(37, 512, spread=3.0), torch.randint(-1, 3, (37,), dtype=torch.int32)
+    gate_up[3, :128], gate_up[4, 5], gate_up[5, 260], expert_P[3:6], expert_P[8:24] = 0, torch.nan, torch.inf, 1, -1
+    real = expert_P >= 0
+    for power_2_scale in (False, True):
+        for amax_epsilon in (0.0, 1e-3):
+            options = {"power_2_scale": power_2_scale, "amax_epsilon": amax_epsilon}
+            codes, scale_inv = row_fused_cuda.silu_and_mul_quantized(gate_up, expert_P, **options)
+            activation = row_kernels_cuda.silu_and_mul(gate_up)
+            expected = row_kernels_cuda.quantize_activations(activation, **options, column_major=True)
+            assert torch.equal(codes.view(torch.uint8)[real], expected[0].view(torch.uint8)[real])
+            assert torch.equal(scale_inv[real], expected[1][real])
+
+
 def check_no_rows() -> None:
     assert row_kernels_cuda.rms_norm(normal(0, 64), normal(64), 1e-6).shape == (0, 64)
     assert row_kernels_cuda.silu_and_mul(normal(0, 64)).shape == (0, 32)
@@ -137,7 +152,7 @@ def main() -> None:
     print("seed", torch.seed())
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = create_dot
-    for check in (check_norms, check_elementwise, check_products, check_routing, check_quantizer, check_no_rows):
+    for check in (check_norms, check_elementwise, check_products, check_routing, check_quantizer, check_fused, check_no_rows):
         check()
     print("ok")
 

@@ -203,6 +203,7 @@ def record():
             row("baseline", "baseline", 0.0), row("attention", "cause", 1e-4), row("total", "total", 3e-4), row("staleness", "what_if", 1.0)
         ],
         "sum_of_causes": 1e-4, "total": 3e-4, "first_module": module, "modules": [module],
+        "hidden_modules": ["input_norm"],
         "positions": [{"position": 0, "tokens": 4, "differ": 2, "abs_mean": 1e-3, "abs_max": 2e-3}],
         "first_position": {"earliest": 0, "responses_that_differ": 2, "responses": 4},
         "not_measured": {"top_p": "there is no setting"}, "gates": {}, "violations": [],
@@ -212,7 +213,7 @@ def record():
 def test_the_table_names_every_row_and_the_sentences_say_what_it_leaves_out(capsys):
     print_record(record())
     printed = capsys.readouterr().out
-    for part in ("baseline", "attention", "staleness *", "25.00 %", "1.00e-04"):
+    for part in ("baseline", "attention", "staleness *", "25.00 %", "1.00e-04", "top_p", "not measured"):
         assert part in printed
     text = "\n".join(sentences(record()))
     for part in (
@@ -221,6 +222,7 @@ def test_the_table_names_every_row_and_the_sentences_say_what_it_leaves_out(caps
         "layer 0: first attention",
         "from token 0",
         "not measured: top_p",
+        "do not show: input_norm",
         "equal bit for bit",
     ):
         assert part in text
