@@ -4,9 +4,10 @@
     benchmarks/alignment_cost.py {qwen3-8b|qwen3-30b-a3b|tiny|CONFIG.yaml} [--parts rollout:fast,rollout:bitwise] [--lock FILE]
 
 Every part is a process of its own, because vLLM allows one engine in a process, and every part of one kind does the same work. Rollout:
-vLLM's dummy weights, all sequences sampled at once, CUDA graphs on at both levels, compilation where the level allows it (``fast``). One
-shorter run of the same shapes comes first, so that kernels are compiled and warm. Training: a model of ``--layers`` layers of that shape
-from scratch, whole optimizer steps on random tokens. Prints one JSON object; exit code 1 when a part failed.
+vLLM's dummy weights in all or ``--rollout-layers`` layers, all sequences sampled at once, CUDA graphs on at both levels, compilation where
+the level allows it (``fast``). One shorter run of the same shapes comes first, so that kernels are compiled and warm. Training: a model
+of ``--layers`` layers of that shape from scratch, whole optimizer steps on random tokens. Prints one JSON object; exit code 1 when a part
+failed.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def part_config(args: argparse.Namespace, level: str, layers: int | None) -> Any
 
 def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
     """Sampling speed of one engine."""
-    cfg = part_config(args, level, None)
+    cfg = part_config(args, level, args.rollout_layers)
     import torch
 
     from e2e_fp8.config.hf import to_hf_config
@@ -118,11 +119,24 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
     cfg = part_config(args, level, args.layers)
     import torch
 
-    from e2e_fp8.training.engine import MegatronEngine
+    from e2e_fp8.training.engine import MegatronEngine, MegatronModel
     from e2e_fp8.types import PackedBatch
     from e2e_fp8.update.loss_fn import supervised_loss_fn
 
-    trainer = MegatronEngine(cfg)
+    class Trainer(MegatronEngine):
+        """Weights are drawn on the device: billions of them on the host take minutes."""
+
+        def __init__(self) -> None:
+            MegatronModel.__init__(self, cfg)
+            generator = torch.Generator(self.device).manual_seed(0)
+
+            def draw(parameter: Any) -> torch.Tensor:
+                weight = torch.ones(parameter.layout.shape, device=self.device)
+                return weight if weight.dim() == 1 else weight.normal_(0.0, cfg.model.initializer_range, generator=generator)
+
+            self._load(draw)
+
+    trainer = Trainer()
     trainer.set_learning_rate(1e-6)
     length = args.prompt_tokens + args.new_tokens
     count = max(1, args.train_tokens // length)
@@ -214,6 +228,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation, at both levels")
     parser.add_argument("--fast-moe-backend", choices=("deep_gemm", "triton"), default="deep_gemm")
     parser.add_argument("--layers", type=int, default=4, help="layers of the trained model")
+    parser.add_argument("--rollout-layers", type=int, help="layers of the sampling model (default: all)")
     parser.add_argument("--train-tokens", type=int, default=8192, help="tokens of one optimizer step")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--lock", type=Path, help="start the parts side by side; each measures while it holds this file's lock")
