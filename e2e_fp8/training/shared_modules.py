@@ -136,8 +136,8 @@ class SharedMoELayer(MoELayer):
     def _local_experts(self, x_AH: torch.Tensor, weights_A: torch.Tensor | None, counts: list[int], ids_Tk: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert through this rank's experts, ``counts`` rows each; ``weights_A`` None where they are applied behind."""
         if not len(x_AH):
-            # on one of several ranks; with its edge in the graph, as the gradient is exchanged too
-            return x_AH
+            # on one of several ranks; with its edges in the graph, as gradients are exchanged too
+            return x_AH if weights_A is None else x_AH + weights_A[:, None].to(x_AH.dtype)
         if not isinstance(self.experts, SequentialMLP):
             return self._grouped_experts(x_AH, weights_A, counts, ids_Tk)
         weights = [None] * len(counts) if weights_A is None else weights_A.split(counts)
