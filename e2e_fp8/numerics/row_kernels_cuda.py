@@ -359,7 +359,7 @@ def _quantize(
     if K % 8 == 0:
         stride = tl.multiple_of(stride.to(tl.int64), 8)
     x = tl.load(x_ptr + (row * stride)[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    codes, scale_inv = quantized_tiles(x, amax_epsilon, LARGEST, POWER_2, TILES)
+    codes, scale_inv = quantized_tiles(x, amax_epsilon, LARGEST, POWER_2, TILES)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(codes_ptr + row[:, None] * K + column, codes, mask=inside)
     tl.store(scale_inv_ptr + row * row_step + tile * tile_step, scale_inv, mask=index < tiles)
 
