@@ -7,9 +7,11 @@ what was sampled. The baseline shares every operator and must be 0, bit for bit.
 
 import gc
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +89,8 @@ class Explanation:
     rows: list[Row] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
     """Cause -> why it has no row."""
+    failed: list[str] = field(default_factory=list)
+    """Of these, causes whose measurement raised: a fault, not a property of the configuration."""
     modules: list[ModuleDivergence] = field(default_factory=list)
     """Of the configuration, over the first samples, each alone on both sides."""
     hidden_modules: list[str] = field(default_factory=list)
@@ -124,9 +128,7 @@ class Explainer:
         found = Explanation()
         found.rows.append(self._operators(BASELINE, "", "baseline", "every operator shared", self.shared)[0])
         for name in self.causes():
-            choice = CAUSES[name].choices[self.open[name]]
-            what = f"{choice.trainer} | {choice.rollout}"
-            found.rows.append(self._operators(name, GROUPS[name], "cause", what, self.shared | {name: self.open[name]})[0])
+            self.attempt(found, name, partial(self._cause, name))
         what = "the configuration, all of the above together"
         row, found.trainer, found.engine = self._operators(TOTAL, "", "total", what, self.open, self.session.trainer)
         found.rows.append(row)
@@ -134,6 +136,25 @@ class Explainer:
         found.sampled_again = max(float((a - b).abs().max()) for a, b in zip(sampled, found.engine.log_probs, strict=True))
         found.modules, found.hidden_modules = self.modules(self.session.trainer)
         return found
+
+    def _cause(self, name: str) -> Row:
+        choice = CAUSES[name].choices[self.open[name]]
+        what = f"{choice.trainer} | {choice.rollout}"
+        return self._operators(name, GROUPS[name], "cause", what, self.shared | {name: self.open[name]})[0]
+
+    def attempt(self, found: Explanation, name: str, measure: Callable[[], Row | str]) -> None:
+        """Add the row of ``measure``, or its reason. One cause that raises does not take the others' rows with it; it is said."""
+        print(f"align explain: {name}", file=sys.stderr, flush=True)
+        try:
+            row = measure()
+        except Exception as error:
+            traceback.print_exc()
+            row = f"failed, {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            found.failed.append(name)
+        if isinstance(row, str):
+            found.not_measured[name] = row
+        else:
+            found.rows.append(row)
 
     def trainer_with(self, choices: Mapping[str, str], **numerics: Any) -> MegatronEngine:
         """A trainer of the session's weights, in FP8 unless said otherwise, with these operators."""
@@ -150,7 +171,6 @@ class Explainer:
     def _operators(
         self, name: str, group: str, kind: str, what: str, choices: Mapping[str, str], trainer: MegatronEngine | None = None
     ) -> tuple[Row, Scores, Scores]:
-        print(f"align explain: {name}", file=sys.stderr, flush=True)
         ours = self.trainer_scores(trainer or self.trainer_with(choices))
         theirs = self.engine_scores(choices)
         return self.row(name, group, kind, what, ours, theirs), ours, theirs

@@ -93,6 +93,7 @@ def record_of(found: Explanation, cfg: Config, samples: list[Sample]) -> dict[st
             "responses": len(firsts),
         },
         "not_measured": found.not_measured,
+        "failed": found.failed,
         "gates": cfg.numerics.alignment_gates,
         "violations": violations(cfg.numerics.alignment_gates, closed | measured, found.not_measured),
     }

@@ -1,6 +1,5 @@
 """Causes that no choice of operators closes, each opened alone on the bitwise baseline (e2e_fp8.config.alignment_explain.WHAT_IF)."""
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -66,12 +65,10 @@ class WhatIf:
         }
         assert measures.keys() == WHAT_IF.keys()
         for name, measure in measures.items():
-            print(f"align explain: {name}", file=sys.stderr, flush=True)
-            row = ON_THE_CPU[name] if name in ON_THE_CPU and not on_gpu else measure()
-            if isinstance(row, str):
-                found.not_measured[name] = row
+            if name in ON_THE_CPU and not on_gpu:
+                found.not_measured[name] = ON_THE_CPU[name]
             else:
-                found.rows.append(row)
+                self.on.attempt(found, name, measure)
 
     def _row(self, name: str, group: str, ours: Scores, theirs: Scores | None = None, *, detail: str = "") -> Row:
         kind = "cause" if name == "training_in_bf16" and self.cfg.numerics.training_precision == "bf16" else "what_if"

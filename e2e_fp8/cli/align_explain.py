@@ -44,9 +44,9 @@ def _explain(args: argparse.Namespace) -> int:
 
     Writes explain.json and explain.png. numerics.alignment_gates sets thresholds.
 
-    Exit code 0: baseline 0 and all gates met; 1: a gate is exceeded, or the
-    baseline is not 0, said in one sentence; 2: the configuration cannot be
-    explained."""
+    Exit code 0: baseline 0 and all gates met; 1: a gate is exceeded, a row
+    failed, or the baseline is not 0, said in one sentence; 2: the
+    configuration cannot be explained."""
     from e2e_fp8.config.load import load_config
 
     target = Path(args.target)
@@ -82,7 +82,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 def judged(record: dict[str, Any]) -> int:
     """Exit code of a record; what is wrong goes to the standard error, a sentence each."""
-    wrong = list(record["violations"])
+    wrong = [f"The row {name} could not be measured: {record['not_measured'][name]}." for name in record["failed"]]
+    wrong += record["violations"]
     if not record["baseline_is_zero"]:
         wrong.insert(0, "The baseline with every operator shared is not 0: this is a fault of the project or a cause not listed yet.")
     for sentence in wrong:

@@ -206,7 +206,7 @@ def record():
         "hidden_modules": ["input_norm"],
         "positions": [{"position": 0, "tokens": 4, "differ": 2, "abs_mean": 1e-3, "abs_max": 2e-3}],
         "first_position": {"earliest": 0, "responses_that_differ": 2, "responses": 4},
-        "not_measured": {"top_p": "there is no setting"}, "gates": {}, "violations": [],
+        "not_measured": {"top_p": "there is no setting"}, "failed": [], "gates": {}, "violations": [],
     }  # fmt: skip
 
 
@@ -232,6 +232,8 @@ def test_the_exit_code_is_1_for_a_gate_or_a_baseline_that_is_not_zero(capsys):
     assert judged(record()) == 0
     assert judged(record() | {"violations": ["total is exceeded."]}) == 1
     assert capsys.readouterr().err == "e2e-fp8: total is exceeded.\n"
+    assert judged(record() | {"failed": ["top_p"]}) == 1
+    assert "The row top_p could not be measured: there is no setting." in capsys.readouterr().err
     assert judged(record() | {"baseline_is_zero": False}) == 1
     assert "baseline" in capsys.readouterr().err
 
