@@ -119,7 +119,8 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
     cfg = part_config(args, level, args.layers)
     import torch
 
-    from e2e_fp8.training.engine import MegatronEngine, MegatronModel
+    from e2e_fp8.training.engine import MegatronEngine
+    from e2e_fp8.training.megatron_model import MegatronModel
     from e2e_fp8.types import PackedBatch
     from e2e_fp8.update.loss_fn import supervised_loss_fn
 
