@@ -52,7 +52,8 @@ class Spans:
 
     def positions(self, tokens: int) -> torch.Tensor:
         """int64 ``[T]``: position of each query in its sequence."""
-        before_S = self.cu_keys[1:] - self.cu_queries[1:]
+        # i in the pack is i - (first query) + (keys - queries) in its sequence
+        before_S = self.cu_keys.diff() - self.cu_queries[1:]
         first_T = before_S.repeat_interleave(self.cu_queries.diff(), output_size=tokens)
         return torch.arange(tokens, device=self.cu_queries.device) + first_T
 
