@@ -39,7 +39,7 @@ CASES = {
     "etp2": Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}, model={"moe_intermediate_size": 256}),
     "vpp2": Case(world=2, parallel={"pipeline": 2, "virtual_pipeline": 2}, model={"num_hidden_layers": 4}, steps=0),
 }
-SHARED = {name: replace(CASES[name], alignment="bitwise") for name in ("dp2", "ep2", "pp2")}
+SHARED = {name: replace(CASES[name], alignment="bitwise") for name in ("dp2", "ep2", "pp2", "cp2")}
 """With every operator that the engine shares."""
 
 
@@ -135,7 +135,7 @@ def test_without_tensor_parallelism_log_probs_are_bit_equal(name, results):
     check_equal_log_probs(case, results(case), results(case.alone()))
 
 
-@pytest.mark.parametrize("name", ["ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2"))])
+@pytest.mark.parametrize("name", ["ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2", "cp2"))])
 def test_shared_operators_give_every_rank_the_bits_of_one(name, results):
     """And steps as near to one rank's as with native operators. One rank's log-probs are vLLM's: test_alignment.py."""
     case = SHARED[name]
@@ -149,9 +149,9 @@ def test_shared_operators_give_every_rank_the_bits_of_one(name, results):
 def check_equal_log_probs(case: Case, many: Path, one: Path) -> None:
     expected = held(one, 1, "end")[0]
     places = sharding_reference.coordinates(case.world, case.parallel)
+    data = max(place["data"] for place in places) + 1
     for place, found in zip(places, held(many, case.world, "end"), strict=True):
-        mine = range(2) if case.parallel.get("pipeline") else [place["data"]]
-        for index, batch in enumerate(mine):
+        for index, batch in enumerate(range(2)[place["data"] :: data]):
             assert torch.equal(found[f"log_probs/{index}"], expected[f"log_probs/{batch}"])
 
 
