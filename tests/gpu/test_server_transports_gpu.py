@@ -85,7 +85,7 @@ def test_trainers_memory_is_read_as_it_is_now_without_another_export(served):
             weights[name].copy_(tensor)
         routes.clear()
         show("ipc in place", publisher.publish(exported(weights), policy_version=version))
-        assert routes == ["/collective_rpc?pause=wait", "/collective_rpc", "/resume"]
+        assert routes == ["/weight_update?pause=wait", "/resume"]
         assert_live(served, random_weights(served.cfg, version))
     publisher.close()
 

@@ -151,7 +151,7 @@ def test_rows_of_a_trainer_rank_go_straight_into_the_engine(served, monkeypatch)
     assert generate(served.client) == answers[0]
 
 
-def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
+def test_a_settled_sync_is_one_call_with_its_receipt(served):
     """Nothing of the layout is sent again, and a server that another trainer has published to meanwhile is prepared again."""
     first, second = served.publisher("ipc without buckets"), served.publisher("nccl")
     calls: list[str] = []
@@ -166,7 +166,7 @@ def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
         assert_live(served, weights)
-    steady = ["/collective_rpc?pause=wait weight_update", "/collective_rpc receipt", "/resume "]
+    steady = ["/weight_update?pause=wait ", "/resume "]
     assert calls == steady
     second.publish(exported(SECOND), policy_version=73)
     calls.clear()
@@ -233,7 +233,7 @@ def test_update_without_a_pause_is_refused(served):
     with pytest.raises(EngineError, match=r"\(409\): Generation still runs"):
         served.client.post("/start_weight_update")
     with pytest.raises(EngineError, match=r"\(409\): pause=keep is neither wait nor abort"):
-        served.client.collective("weight_state", pause="keep")
+        served.client.update({}, pause="keep")
     with pytest.raises(EngineError, match=r"\(409\): mode=keep would finish requests under other weights"):
         served.client.post("/pause?mode=keep")
     generate(served.client)
