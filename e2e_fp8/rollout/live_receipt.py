@@ -62,7 +62,7 @@ class LiveReceipt:
     def full(self, known: Collection[str]) -> dict[str, Any]:
         """``digests`` in the order of the ``PartTable`` whose digest is ``table``; ``parts``, the table, unless it is ``known``."""
         digests = self._with_arrivals(self._read())
-        answer = {"table": self._table.digest, "digests": encode_digests(digests)}
+        answer = {"table": self._table.digest, "digests": encode_digests(digests.tolist())}
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 
     def sealed(self) -> dict[str, Any]:

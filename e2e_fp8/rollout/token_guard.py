@@ -104,8 +104,8 @@ class TokenGuard:
                 # the workers' own, or the end of the engine
                 await _refuse(scope, send, 500, str(error))
                 return
-        states = [result.get("state") for result in results]
-        if all(states) and not self._changing:
+        states = [result["state"] for result in results if "state" in result]
+        if len(states) == len(results) and not self._changing:
             # No other call began meanwhile, or it would have taken this back.
             self._told = _merged(states)
         await _answer(send, 200, {"results": results})

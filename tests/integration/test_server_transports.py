@@ -309,9 +309,11 @@ def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serv
 
 
 def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):
+    """Also where the receipt comes sealed with the update, as it does from the second sync of a publisher on."""
     from e2e_fp8.sync import buckets
 
-    pack = buckets.pack
+    pack, publisher = buckets.pack, served.publisher("ipc")
+    publisher.publish(exported(FIRST), policy_version=59)
 
     def flipping_pack(bucket, tensors, buffer) -> None:
         pack(bucket, tensors, buffer)
@@ -321,7 +323,8 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
 
     monkeypatch.setattr(buckets, "pack", flipping_pack)
     with pytest.raises(Exception, match=r"1 parts .* model.layers.1.mlp.experts.2.up_proj.weight \(bytes differ\)"):
-        served.publish("ipc", FIRST, 60)
+        publisher.publish(exported(FIRST), policy_version=60)
+    publisher.close()
     with pytest.raises(EngineError, match="the receipt of policy version 60 failed"):
         served.client.post("/resume")
     monkeypatch.undo()
