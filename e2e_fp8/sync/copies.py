@@ -5,6 +5,7 @@ way. One after another, each would leave a gap behind it.
 """
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 
@@ -73,25 +74,25 @@ class CopyPlan:
         """Start all copies."""
         with torch.no_grad():
             if self._beside is None:
-                _copy(self._large)
+                for target, source in self._large:
+                    target.copy_(source, non_blocking=True)
                 self._copy_groups()
                 return
             current = torch.cuda.current_stream(self._beside.device)
             self._beside.wait_stream(current)
-            with torch.cuda.stream(self._beside):
-                _copy(self._halves[1])
-            _copy(self._halves[0])
+            # In turn: where all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), they start in this order.
+            for own, other in zip_longest(*self._halves):
+                if own is not None:
+                    own[0].copy_(own[1], non_blocking=True)
+                if other is not None:
+                    with torch.cuda.stream(self._beside):
+                        other[0].copy_(other[1], non_blocking=True)
             self._copy_groups()
             current.wait_stream(self._beside)
 
     def _copy_groups(self) -> None:
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _copy(pairs: list[Pair]) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
 
 
 def _balanced(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,18 @@ def test_a_pause_refuses_instead_of_queueing_for_ever(served):
         generate(served.client)
     served.client.post("/resume")
     assert generate(served.client) == before
+
+
+def test_half_a_request_pauses_nothing(served):
+    served.publish("ipc", FIRST, 32)
+    before = generate(served.client)
+    host, port = served.process.url.removeprefix("http://").split(":")
+    lines = ["POST /weight_update?pause=wait HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {served.process.token}"]
+    with socket.create_connection((host, int(port))) as trainer:
+        trainer.sendall("\r\n".join([*lines, "Content-Length: 900", "", '{"layout": "']).encode())
+        time.sleep(0.2)
+    assert generate(served.client) == before
+    assert served.client.post("/resume") == {"status": "resumed"}
 
 
 def kill(served: Served, trainer: subprocess.Popen) -> None:
