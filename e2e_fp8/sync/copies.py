@@ -5,6 +5,7 @@ way. One after another, each would leave a gap behind it.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import zip_longest
 
 import torch
@@ -63,7 +64,7 @@ class CopyPlan:
         self._halves = _balanced(self._large)
         devices = {tensor.device for pair in self._large for tensor in pair}
         gpu = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
-        self._beside = torch.cuda.Stream(gpu) if gpu.type == "cuda" and self._halves[1] else None
+        self._beside = _stream_beside(gpu) if gpu.type == "cuda" and self._halves[1] else None
         """Takes half of the large copies; None on a CPU and between devices, where a link is what fills."""
 
     @property
@@ -93,6 +94,12 @@ class CopyPlan:
     def _copy_groups(self) -> None:
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all plans: torch has a few dozen streams, and deals them out again when they are used up."""
+    return torch.cuda.Stream(device)
 
 
 def _balanced(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
