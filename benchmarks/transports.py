@@ -76,6 +76,11 @@ def timed(call: Callable[[], object], rounds: int) -> dict[str, float]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+    return spread(seconds)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Median and minimum."""
     return {"median": statistics.median(seconds), "min": min(seconds)}
 
 
@@ -189,6 +194,8 @@ def measurements(args: argparse.Namespace, engine: Any, entries: tuple, layout: 
     result["device_copy_seconds"] = timed(device_copy(num_bytes, device, device), args.rounds)
     if args.transport == "nccl" and device.type == "cuda":
         result["copy_to_the_other_gpu_seconds"] = timed(device_copy(num_bytes, device, torch.device("cuda", 1)), args.rounds)
+    if args.transport in REMOTE:
+        result |= ratios(result)
     if args.transport == "local" and device.type == "cuda":
         result["bf16_quantize_reload_seconds"] = timed(lambda: reload_quantized(engine, layout, device), max(2, args.rounds // 2))
     return result
@@ -213,19 +220,35 @@ def local_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
 
 
 def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
-    """Updates of the server; each report separates delivery and receipt. Three come first, in which things are prepared."""
+    """Updates of the server, in turn without and with a receipt. Three come first, in which things are prepared."""
     for version in range(3):
         engine.publish(entries, policy_version=version, receipt=True)
-    reports = [engine.publish(entries, policy_version=3 + i, receipt=True) for i in range(rounds)]
-    syncs, receipts = [r.seconds for r in reports], [r.receipt_seconds for r in reports]
-    phases = {phase: [r.phases.get(phase, 0.0) for r in reports] for phase in reports[-1].phases}
+    reports: dict[bool, list] = {False: [], True: []}
+    whole: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * rounds):
+        receipt = turn % 2 == 1
+        started = time.perf_counter()
+        reports[receipt].append(engine.publish(entries, policy_version=3 + turn, receipt=receipt))
+        whole[receipt].append(time.perf_counter() - started)
+    proven = reports[True]
+    sync = spread([r.seconds for r in reports[False]])
+    extra = statistics.median(whole[True]) - statistics.median(whole[False])
     return {
-        "phase_seconds": {phase: {"median": statistics.median(s), "min": min(s)} for phase, s in phases.items()},
-        "bytes_copied": reports[-1].num_bytes,
-        "sync_seconds": {"median": statistics.median(syncs), "min": min(syncs)},
-        "receipt_seconds_both_sides": {"median": statistics.median(receipts), "min": min(receipts)},
-        "receipt_equal": all(r.receipt is not None for r in reports),
+        "phase_seconds": {phase: spread([r.phases.get(phase, 0.0) for r in proven]) for phase in proven[-1].phases},
+        "bytes_copied": proven[-1].num_bytes,
+        "sync_seconds": sync,
+        "wire_seconds": spread([r.phases["send: engine copies"] for r in reports[False]]),
+        "publish_seconds": {"without_receipt": spread(whole[False]), "with_receipt": spread(whole[True])},
+        "receipt_extra_seconds": extra,
+        "receipt_share_of_sync": extra / sync["median"],
+        "receipt_equal": all(r.receipt is not None for r in proven),
     }
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """The sync and its bytes on the way over the plain copy that it stands beside: between the GPUs where there are two."""
+    copy = result.get("copy_to_the_other_gpu_seconds", result["device_copy_seconds"])["median"]
+    return {f"{part}_over_copy": result[f"{part}_seconds"]["median"] / copy for part in ("sync", "wire")}
 
 
 def reload_quantized(engine: Any, layout: list, device: Any) -> None:

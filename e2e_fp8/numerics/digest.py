@@ -92,9 +92,21 @@ class DigestPlan:
 
     def run(self) -> np.ndarray:
         """uint64 ``[tensors]``: digests of the bytes as they are now."""
-        digests = np.zeros(self._count, dtype=np.uint64)
-        for indices, part in self._parts:
-            digests[indices] = part.digests()
+        return self.start()()
+
+    def start(self) -> Callable[[], np.ndarray]:
+        """Start reading, on a GPU in the order of the current stream; the call of the result waits and gives what :meth:`run` gives.
+
+        Start again only after that.
+        """
+        started = [(indices, part.start()) for indices, part in self._parts]
+
+        def digests() -> np.ndarray:
+            found = np.zeros(self._count, dtype=np.uint64)
+            for indices, of_part in started:
+                found[indices] = of_part()
+            return found
+
         return digests
 
 
@@ -126,24 +138,27 @@ class _DevicePart:
         found = [row for row in rows if row is not None]
         self._sums = self._prepared(found) if len(found) == len(rows) else None
 
-    def _prepared(self, described: list[Rows]) -> Callable[[], np.ndarray]:
+    def _prepared(self, described: list[Rows]) -> Callable[[], Callable[[], np.ndarray]]:
         if self._device.type == "cpu":
             from e2e_fp8.numerics.digest_cpu import prepared_sums
         else:
             from e2e_fp8.numerics.digest_cuda import prepared_sums
         return prepared_sums(described, self._device)
 
-    def digests(self) -> np.ndarray:
-        """uint64 ``[tensors]``, as the bytes are now."""
-        if self._sums is not None:
-            lanes = self._sums()
-        else:
-            # The second of each pair owns the memory that the first describes.
-            described = [_rows_of(tensor) for tensor in self._tensors]
-            lanes = self._prepared([row for row, _ in described])()
-        with np.errstate(over="ignore"):
-            high = lanes[:, 1].astype(np.uint64) << np.uint64(32)
-            return lanes[:, 0].astype(np.uint64) + high + self._lengths * np.uint64(LENGTH_MUL)
+    def start(self) -> Callable[[], np.ndarray]:
+        """Start reading; the call of the result gives uint64 ``[tensors]``."""
+        # The second of each pair owns the memory that the first describes, and lives as long as the result.
+        described = [] if self._sums is not None else [_rows_of(tensor) for tensor in self._tensors]
+        lane_sums = (self._sums or self._prepared([row for row, _ in described]))()
+
+        def digests() -> np.ndarray:
+            lanes = lane_sums()
+            described.clear()
+            with np.errstate(over="ignore"):
+                high = lanes[:, 1].astype(np.uint64) << np.uint64(32)
+                return lanes[:, 0].astype(np.uint64) + high + self._lengths * np.uint64(LENGTH_MUL)
+
+        return digests
 
 
 def _rows_in_place(tensor: torch.Tensor) -> Rows | None:

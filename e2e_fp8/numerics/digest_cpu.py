@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numba
 import numpy as np
@@ -68,9 +67,14 @@ def _sum_bytes(raw, rows, row_bytes, row_stride, position, sums):  # pragma: no 
                 word = np.uint32(0)
 
 
-def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], np.ndarray]:
-    """As of :mod:`digest_cuda`; there is nothing to prepare on a CPU."""
-    return partial(_lane_sums, described)
+def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], Callable[[], np.ndarray]]:
+    """As of :mod:`digest_cuda`; on a CPU there is nothing to prepare, and the start does everything."""
+
+    def start() -> Callable[[], np.ndarray]:
+        sums = _lane_sums(described)
+        return lambda: sums
+
+    return start
 
 
 def _lane_sums(described: Sequence[Rows]) -> np.ndarray:

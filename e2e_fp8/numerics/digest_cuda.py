@@ -108,22 +108,36 @@ def _sum_bytes(table_ptr, piece_ptr, sums_ptr, BLOCK: tl.constexpr):
     _add_lanes(word, (first_word + local).to(tl.uint32), local * 4 < num_bytes, True, sums_ptr, slot)
 
 
-def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], np.ndarray]:
-    """Each call: uint32 ``[len(described), 2]``, the sums of both lanes of each; the memory must be alive then."""
+def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[], Callable[[], np.ndarray]]:
+    """Each call starts, on the current stream, what the call of its result waits for: uint32 ``[len(described), 2]``, the sums of both
+    lanes of each. The memory must be alive meanwhile; start again only after that wait."""
+    on_gpu = device.type == "cuda"
     sums = torch.zeros(len(described), 2, dtype=torch.int32, device=device)
+    found = torch.empty(len(described), 2, dtype=torch.int32, pin_memory=on_gpu)
     # The guard makes the tensors' device the one that Triton launches on.
-    guard = torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+    guard = torch.cuda.device(device) if on_gpu else torch.no_grad()
     with guard:
         launches = [prepared(kind, pieces, sums) for kind, pieces in _grouped(described).items()]
+        if on_gpu:
+            # Tables and zeros come from this stream; a later one that starts the kernels does not wait for it.
+            torch.cuda.current_stream().synchronize()
 
-    def lane_sums() -> np.ndarray:
+    def start() -> Callable[[], np.ndarray]:
         with guard:
             sums.zero_()
             for launch in launches:
                 launch()
-            return sums.cpu().numpy().view(np.uint32)
+            found.copy_(sums, non_blocking=True)
+            over = torch.cuda.current_stream().record_event() if on_gpu else None
 
-    return lane_sums
+        def lane_sums() -> np.ndarray:
+            if over is not None:
+                over.synchronize()
+            return found.numpy().view(np.uint32)
+
+        return lane_sums
+
+    return start
 
 
 def _grouped(described: Sequence[Rows]) -> dict[str, list[tuple[int, ...]]]:

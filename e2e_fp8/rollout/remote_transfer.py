@@ -16,9 +16,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from e2e_fp8.errors import EngineError, LayoutError
 from e2e_fp8.layout import EngineParallel
-from e2e_fp8.numerics.digest import RepeatedDigests, tensor_digests
 from e2e_fp8.rollout.capture import capture_unquantized_cpu_routing
 from e2e_fp8.rollout.engine_layout import check_delivery, check_model_type, engine_layout
+from e2e_fp8.rollout.live_receipt import LiveReceipt
 from e2e_fp8.rollout.rank_filling import RankFiller
 from e2e_fp8.rollout.rank_layout import RankSlot, rank_layout
 from e2e_fp8.rollout.shared_operators import share_operators
@@ -26,7 +26,6 @@ from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveP
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
 from e2e_fp8.sync.direct import DirectReceiver
-from e2e_fp8.sync.engine_receipt import Part, PartTable, encode_digests
 from e2e_fp8.sync.rank_publisher import CHANNEL
 from e2e_fp8.sync.token import require_token_for_dev_routes
 
@@ -93,11 +92,8 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._prepared: UpdateManifest | None = None
         self._manifest: UpdateManifest | None = None
         self._pending: set[int] = set()
-        self._arrived: dict[Part, int] = {}
         self._captures = False
-        self._shown: tuple[tuple, list[torch.Tensor]] = ((), [])
-        self._table = PartTable(())
-        self._digests = RepeatedDigests()
+        self._receipt = LiveReceipt(self.parts, self._parameters, self._live_now, in_place=self.in_place)
 
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
@@ -142,14 +138,16 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         """Whether :meth:`begin` may follow: these tensors were accepted before, and the open channel is this sender's."""
         return self._prepared is not None and self._prepared.layout_digest == step.layout and self._channel == step.channel
 
-    def begin(self, policy_version: int) -> None:
-        """Accept the tensors of the last :meth:`prepare` once more, as another update."""
+    def begin(self, policy_version: int, *, sealed: bool = False) -> None:
+        """Accept the tensors of the last :meth:`prepare` once more, as another update; ``sealed`` if all of it comes in one call and its
+        receipt is asked for then."""
         assert self._prepared is not None
-        self._accept(self._prepared.at_version(policy_version))
+        self._accept(self._prepared.at_version(policy_version), sealed=sealed)
 
-    def _accept(self, manifest: UpdateManifest) -> None:
+    def _accept(self, manifest: UpdateManifest, *, sealed: bool = False) -> None:
         self._loader.abandon()
-        self._manifest, self._pending, self._arrived = manifest, set(range(len(manifest.buckets))), {}
+        self._manifest, self._pending = manifest, set(range(len(manifest.buckets)))
+        self._receipt.begin(manifest if sealed and not isinstance(self._receiver, RankFiller) else None)
 
     def start_weight_update(self) -> None:
         if self._manifest is None or self._receiver is None:
@@ -173,16 +171,8 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             if index not in self._pending:
                 raise EngineError(f"Bucket {index} of policy version {manifest.policy_version} came twice; publish again.")
             self._loader.load(tensors, reusable=self._receiver.reusable)
-            if not self.in_place:
-                self._record_arrival(tensors)
+            self._receipt.written(index, tensors)
             self._pending.discard(index)
-
-    def _record_arrival(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Digests of what the receipt cannot read back, because vLLM repacks it."""
-        readable = {slot.part.name for slot in self.parts if slot.slot.fp8}
-        chosen = {name: tensor for name, tensor in tensors.items() if name not in readable}
-        parts = [Part(name=name, start=(0,) * tensor.dim(), shape=tuple(tensor.shape)) for name, tensor in chosen.items()]
-        self._arrived |= dict(zip(parts, tensor_digests(list(chosen.values())), strict=True))
 
     def finish_weight_update(self) -> None:
         assert self._manifest is not None
@@ -194,35 +184,19 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._manifest = None
 
     def receipt(self, known: Collection[str]) -> dict[str, Any]:
-        """Digest of every part this rank can show: all of them in place, else FP8 codes and scales, and arrivals of the rest.
-
-        ``digests`` in the order of the ``PartTable`` whose digest is ``table``; ``parts``, the table, unless it is ``known``.
-        With the ``ranks`` transport instead ``pieces``, see :meth:`RankFiller.receipt`.
-        """
+        """Digest of every part this rank can show, see :meth:`LiveReceipt.full`; with the ``ranks`` transport instead ``pieces``, see
+        :meth:`RankFiller.receipt`."""
         if isinstance(self._receiver, RankFiller):
             return {"pieces": self._receiver.receipt(self._live_now(), all_in_place=self.in_place)}
-        slots = [slot for slot in self.parts if slot.slot.fp8 or self.in_place]
-        parts = (*(slot.part for slot in slots), *self._arrived)
-        if self._table.parts != parts:
-            self._table = PartTable(parts)
-        digests = [*self._digests.of(self._live(slots)).tolist(), *self._arrived.values()]
-        answer = {"table": self._table.digest, "digests": encode_digests(digests)}
-        return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
+        return self._receipt.full(known)
+
+    def sealed_receipt(self) -> dict[str, Any]:
+        """The same digests as one, see :meth:`LiveReceipt.sealed`; with the ``ranks`` transport as :meth:`receipt`."""
+        return self.receipt(()) if isinstance(self._receiver, RankFiller) else self._receipt.sealed()
 
     def _live_now(self) -> dict[str, torch.Tensor]:
         """The model's parameters; a reload gives layers other ones, under other names too."""
         return self._parameters.named() if self.in_place else dict(self.model.named_parameters())
-
-    def _live(self, slots: list[RankSlot]) -> list[torch.Tensor]:
-        """Views of the live parameters, the last ones while nothing has moved."""
-        if not self.in_place:
-            parameters = self._live_now()
-            return [slot.live(parameters) for slot in slots]
-        addresses = self._parameters.addresses()
-        if self._shown[0] != addresses:
-            parameters = self._parameters.named()
-            self._shown = addresses, [slot.live(parameters) for slot in slots]
-        return self._shown[1]
 
     def close_channel(self, channel: str) -> None:
         """Close the channel that goes by this id, if it is still the open one."""

@@ -28,6 +28,8 @@ from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_TRAINERS_ALONE = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+"""What Megatron-Core wants: one hardware queue for all streams, in which an engine's copies, messages and digests wait for each other."""
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _ROUTE = "/inference/v1/generate"
 
@@ -92,7 +94,7 @@ class ServerEngine:
         args = engine_args(self.cfg, model_dir, device=self.device, is_moe=is_moe, fp8="quantization_config" in self.hf_config)
         environ = dict(os.environ) | rollout_environment(self.cfg, device=self.device)
         # The launcher's variables describe the trainer's ranks, and the server makes its own.
-        for name in [n for n in environ if n in _LAUNCHER_VARIABLES or n.startswith(_LAUNCHER_PREFIXES)]:
+        for name in [n for n in environ if n in (*_LAUNCHER_VARIABLES, *_TRAINERS_ALONE) or n.startswith(_LAUNCHER_PREFIXES)]:
             del environ[name]
         # The log is only read when the server fails, and then it should say why.
         environ["VLLM_LOGGING_LEVEL"] = "INFO"

@@ -2,15 +2,19 @@
 
 vLLM's control routes have no authentication, and its generation routes know nothing of half-written weights. The guard demands
 a bearer token on every route but ``/health`` and refuses to generate while the weights are torn. One front-end process is
-assumed, vLLM's default, because the guard keeps the state it refuses by.
+assumed, vLLM's default, because the guard keeps the state it refuses by. It has one route of its own, ``POST /weight_update``, which is
+all that a settled sync needs besides ``/resume``.
 """
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
+from e2e_fp8.rollout.paused_call import METHOD
+from e2e_fp8.sync.http_client import UPDATE_ROUTE
 from e2e_fp8.sync.token import read_token
 
 Scope = MutableMapping[str, Any]
@@ -28,14 +32,14 @@ CONTROL_ROUTES = (
     "/update_weights",
     "/finish_weight_update",
     "/collective_rpc",
+    UPDATE_ROUTE,
     "/reset_prefix_cache",
     "/sleep",
     "/wake_up",
     "/tokenize",
     "/detokenize",
 )
-"""POST routes that work whatever state the weights are in; any other is taken for generation. ``/collective_rpc?pause=wait`` (or
-``abort``) pauses generation before the call, which may then write weights: one round trip instead of two."""
+"""POST routes that work whatever state the weights are in; any other is taken for generation."""
 VERSION_HEADER = b"x-policy-version"
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
 
@@ -49,6 +53,10 @@ class TokenGuard:
         self._expected = f"Bearer {read_token()}".encode()
         self._state: dict[str, Any] | None = None
         """Policy version and reason to refuse, as the workers said last; None when they have to be asked."""
+        self._told: dict[str, Any] | None = None
+        """What the workers said at the end of an update, for ``/resume``; None once another control call may have changed it."""
+        self._changing = 0
+        """Control calls under way that may change it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_ROUTES):
@@ -61,8 +69,69 @@ class TokenGuard:
         refusal = await self._refusal(scope)
         if refusal is not None:
             await _refuse(scope, send, *refusal)
+        elif self._generates(scope):
+            await self._app(scope, receive, self._stamped(send))
+        elif (scope["method"], scope["path"]) == ("POST", UPDATE_ROUTE):
+            await self._update(scope, receive, send)
+        elif (scope["method"], scope["path"]) == ("POST", "/resume"):
+            await self._resume(scope, send)
+        elif scope["path"] not in CONTROL_ROUTES:
+            await self._app(scope, receive, send)
+        else:
+            with self._may_change():
+                await self._app(scope, receive, send)
+
+    @contextmanager
+    def _may_change(self) -> Iterator[None]:
+        """Around a call that may change what the workers would say of their weights."""
+        self._told = None
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+
+    async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
+        is that of ``/collective_rpc``."""
+        engine, mode = scope["app"].state.engine_client, _query(scope).get("pause")
+        step = await _body(receive)
+        if step is None:
             return
-        await self._app(scope, receive, self._stamped(send) if self._generates(scope) else send)
+        with self._may_change():
+            try:
+                if mode is None:
+                    results = await engine.collective_rpc("weight_update", args=(step,))
+                else:
+                    results = await self._paused_call(engine, mode, "weight_update", step)
+            except Exception as error:
+                # the workers' own, or the end of the engine
+                await _refuse(scope, send, 500, str(error))
+                return
+        states = [result["state"] for result in results if "state" in result]
+        if len(states) == len(results) and not self._changing:
+            # No other call began meanwhile, or it would have taken this back.
+            self._told = _merged(states)
+        await _answer(send, 200, {"results": results})
+
+    async def _resume(self, scope: Scope, send: Send) -> None:
+        """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
+        try:
+            await scope["app"].state.engine_client.resume_generation()
+        except Exception as error:
+            await _refuse(scope, send, 500, f"Failed to resume generation: {error}")
+            return
+        await _answer(send, 200, {"status": "resumed"})
+
+    async def _paused_call(self, engine: Any, mode: str, method: str, argument: str) -> list[dict[str, Any]]:
+        """From the pause on the weights count as torn. Answers of requests that end in it get out first, under their own version."""
+        await self._refuse_while_paused(engine)
+        if engine.output_processor.has_unfinished_requests():
+            await engine.pause_generation(mode=mode, clear_cache=True)
+        elif engine.renderer.mm_processor_cache is not None:
+            await engine.renderer.clear_mm_cache_async()
+        self._state = _TORN
+        return await engine.engine_core.call_utility_async(METHOD, mode, method, (argument,))
 
     @staticmethod
     def _generates(scope: Scope) -> bool:
@@ -75,22 +144,17 @@ class TokenGuard:
             return 503, "The server is still starting."
         if (getattr(scope["app"].state.args, "api_server_count", None) or 1) > 1:
             return 503, "The guard works with one front-end process: start the server without --api-server-count."
-        path, query = scope["path"], parse_qs(scope.get("query_string", b"").decode())
+        path, query = scope["path"], _query(scope)
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
         if path == "/pause":
-            if query.get("mode") == ["keep"]:
+            if query.get("mode") == "keep":
                 return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
             await self._refuse_while_paused(engine)
-        if path == "/collective_rpc" and "pause" in query:
-            mode = query["pause"][0]
-            if mode not in ("wait", "abort"):
-                return 409, f"pause={mode} is neither wait nor abort."
-            await self._refuse_while_paused(engine)
-            await _pause(engine, mode)
-            self._state = _TORN
-        if path == "/sleep" and query.get("level") == ["2"]:
+        if path == UPDATE_ROUTE and query.get("pause") not in (None, "wait", "abort"):
+            return 409, f"pause={query['pause']} is neither wait nor abort."
+        if path == "/sleep" and query.get("level") == "2":
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None
         if path == "/start_weight_update":
@@ -98,7 +162,7 @@ class TokenGuard:
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
             self._state = _TORN
         if path == "/resume":
-            self._state = None
+            self._state = self._told
             state = await self._ask(engine)
             return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
         return None
@@ -113,11 +177,8 @@ class TokenGuard:
         state = self._state
         if state is None:
             states = await engine.collective_rpc("weight_state")
-            answer = next((state for state in states if state["refusal"]), states[0])
-            if not answer["refusal"] and any(state["policy_version"] != answer["policy_version"] for state in states):
-                answer = {"policy_version": None, "refusal": "the ranks hold different policy versions: publish again"}
             # An update may have begun while the workers answered; its mark must stay.
-            state = self._state = self._state or answer
+            state = self._state = self._state or _merged(states)
         return state
 
     def _stamped(self, send: Send) -> Send:
@@ -132,24 +193,40 @@ class TokenGuard:
         return stamped
 
 
-async def _pause(engine: Any, mode: str) -> None:
-    """Pause the scheduler and drop its caches.
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say; the first that refuses speaks for all."""
+    answer = next((state for state in states if state["refusal"]), states[0])
+    if not answer["refusal"] and any(state["policy_version"] != answer["policy_version"] for state in states):
+        return {"policy_version": None, "refusal": "the ranks hold different policy versions: publish again"}
+    return answer
 
-    ``engine.pause_generation`` also sleeps for 20 ms, so that answers of requests that just ended get out before it returns;
-    with no request in flight there are none, and its two other steps are enough.
-    """
-    if engine.output_processor.has_unfinished_requests():
-        await engine.pause_generation(mode=mode, clear_cache=True)
-        return
-    await engine.renderer.clear_mm_cache_async()
-    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+
+def _query(scope: Scope) -> dict[str, str]:
+    """First value of each parameter of the query."""
+    return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode()).items()}
+
+
+async def _body(receive: Receive) -> str | None:
+    """The body of the request; None when the client went away before it had sent all of it."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts).decode(errors="replace")
 
 
 async def _refuse(scope: Scope, send: Send, status: int, sentence: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": sentence})
         return
-    body = json.dumps({"error": {"message": sentence, "type": "e2e_fp8", "code": status}}).encode()
+    await _answer(send, status, {"error": {"message": sentence, "type": "e2e_fp8", "code": status}})
+
+
+async def _answer(send: Send, status: int, content: Any) -> None:
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -45,6 +45,8 @@ class WorkerExtension:
     def weight_update(self, step: str) -> dict[str, Any]:
         """vLLM's verbs start, update and finish in one call, as an ``UpdateStep`` in JSON says; ``seconds`` it took here.
 
+        A call that finishes the update also says ``state``, see :meth:`weight_state`; where the step asks for a receipt, ``table`` and
+        ``seal`` as of :meth:`LiveReceipt.sealed` and ``receipt_seconds``, which are not part of ``seconds``.
         ``unprepared``: nothing was done, because these tensors or this channel are not known; call ``prepare_update`` and
         ``init_weight_transfer_engine`` first.
         """
@@ -56,14 +58,20 @@ class WorkerExtension:
                     return {"unprepared": True}
                 self._weight_update_active = False
                 transfer.reset_weight_update_target()
-                transfer.begin(wanted.policy_version)
+                transfer.begin(wanted.policy_version, sealed=wanted.finish and wanted.receipt)
                 self.start_weight_update()
             self.update_weights({"manifest": wanted.update_digest, "update": wanted.update})
-            if wanted.finish:
-                self.finish_weight_update()
+            if not wanted.finish:
+                return {"seconds": time.perf_counter() - started}
+            self.finish_weight_update()
+            finished = time.perf_counter()
+            answer: dict[str, Any] = {"seconds": finished - started, "state": self.weight_state()}
+            if wanted.receipt:
+                answer |= transfer.sealed_receipt()
+                answer["receipt_seconds"] = time.perf_counter() - finished
         except UserError as error:
             return {"error": str(error)}
-        return {"seconds": time.perf_counter() - started}
+        return answer
 
     def close_channel(self, channel: str) -> dict[str, Any]:
         """Let go of a trainer's memory or process group; nothing when another channel has taken its place."""

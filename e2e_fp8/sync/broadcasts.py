@@ -22,7 +22,7 @@ BUFFERS = 2
 _AHEAD = 4
 """Messages that are started beyond the last one known to be over: a full launch queue would block where no dead peer is noticed."""
 ALONE_FRACTION = 16
-"""A tensor of this part of the largest bucket, or a layer's experts that are so many bytes together, is a message of its own."""
+"""A tensor of this part of the largest bucket, or those of one parameter that are so many bytes together, is a message of its own."""
 
 Bucket = tuple[TensorSpec, ...]
 

@@ -129,24 +129,26 @@ class UpdateStep:
     begin: bool
     update: dict[str, Any]
     finish: bool
+    receipt: bool = False
+    """Whether the live bytes are digested in the same call, once it has finished the update."""
 
     @property
     def update_digest(self) -> str:
         """``digest`` of the update's manifest."""
         return _update_digest(self.policy_version, self.layout)
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return _json(asdict(self)).decode()
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for a JSON object."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, text: str) -> "UpdateStep":
-        """Inverse of :meth:`to_json`. Raises EngineError for anything else."""
+        """A step from the JSON of :meth:`to_dict`. Raises EngineError for anything else."""
         try:
             step = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise EngineError(f"Malformed step of a weight update ({error!r}); refused.") from error
-        kinds = (str, int, str, bool, dict, bool)
+        kinds = (str, int, str, bool, dict, bool, bool)
         if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
             raise EngineError("Malformed step of a weight update; refused.")
         return step
@@ -170,8 +172,9 @@ def plan_update(
 ) -> UpdateManifest:
     """Fill buckets of at most ``max_bytes`` with (HF name, tensor) pairs, in order; a larger tensor gets a bucket of its own.
 
-    With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have the experts of a layer that follow each
-    other in memory (those that an engine keeps in one parameter): such a bucket lies there as it is packed, see :func:`lying`.
+    With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have those together that an engine keeps in one
+    parameter (a layer's experts, gate and up, query, key and value) where they follow each other in memory: such a bucket lies there as
+    it is packed, see :func:`lying`.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """
@@ -201,21 +204,24 @@ def _filled(tensors: Sequence[tuple[str, torch.Tensor]], max_bytes: int) -> list
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.(.*)")
+_FUSED = re.compile(r"(.*)\.(?:(?:q|k|v)_proj|(gate|up)_proj)\.(.*)")
 
 
-def _expert_group(name: str) -> tuple[str, ...] | None:
-    """Equal for tensors of experts that are one parameter in an engine; None for others."""
-    found = _EXPERT.fullmatch(name)
-    return found and (found[1], "down" if found[2] == "down" else "gate_up", found[3])
+def _parameter_group(name: str) -> tuple[str, ...] | None:
+    """Equal for tensors that are one parameter in an engine; None for those that are one alone."""
+    if found := _EXPERT.fullmatch(name):
+        return found[1], "down" if found[2] == "down" else "gate_up", found[3]
+    found = _FUSED.fullmatch(name)
+    return found and (found[1], "gate_up" if found[2] else "qkv", found[3])
 
 
 def _runs(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Contiguous tensors, those of one group of experts together where they follow each other in one storage as a bucket packs them."""
+    """Contiguous tensors, those of one parameter together where they follow each other in one storage as a bucket packs them."""
     runs: list[list[tuple[str, torch.Tensor]]] = []
     end: tuple = ()
     for entry in sorted((e for e in tensors if e[1].is_contiguous() and e[1].numel()), key=lambda e: e[1].data_ptr()):
         name, tensor = entry
-        group, storage = _expert_group(name), tensor.untyped_storage().data_ptr()
+        group, storage = _parameter_group(name), tensor.untyped_storage().data_ptr()
         if group and (group, storage, tensor.data_ptr()) == end:
             runs[-1].append(entry)
         else:

@@ -42,8 +42,10 @@ class UpdateControl:
         self._channel = secrets.token_hex(8)
         self.client.post("/init_weight_transfer_engine", {"init_info": {**init_info, "id": self._channel}})
 
-    def announce(self, manifest: UpdateManifest, update: dict[str, Any], *, first: bool, last: bool, in_flight: str) -> float:
-        """One step of an update; returns when every engine rank has taken it: the seconds of the slowest.
+    def announce(
+        self, manifest: UpdateManifest, update: dict[str, Any], *, first: bool, last: bool, in_flight: str, receipt: bool = False
+    ) -> list[dict[str, Any]]:
+        """One step of an update; returns when every engine rank has taken it: what ``WorkerExtension.weight_update`` answers at each.
 
         Raises:
             UnpreparedError: the server was started again, or another trainer has published to it.
@@ -55,11 +57,12 @@ class UpdateControl:
             begin=first,
             update=update,
             finish=last,
+            receipt=receipt,
         )
-        ranks = self.client.collective("weight_update", step.to_json(), pause=in_flight if first else None)
+        ranks = self.client.update(step.to_dict(), pause=in_flight if first else None)
         if any(rank.get("unprepared") for rank in ranks):
             raise UnpreparedError("The rollout server does not know this update; publish again.")
-        return max(rank["seconds"] for rank in ranks)
+        return ranks
 
     def refuse(self, reason: str) -> None:
         """Mark the weights as unusable until the next finished update."""

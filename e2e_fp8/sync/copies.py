@@ -1,6 +1,12 @@
-"""Many copies of bytes as few: neighbours in both memories become one, large ones are plain copies, small ones share a launch."""
+"""Many copies of bytes as few: neighbours in both memories become one, large ones are plain copies, small ones share a launch.
+
+Within one GPU the large ones are dealt to two streams: while one copy runs out, with fewer and fewer processors busy, another is under
+way. One after another, each would leave a gap behind it.
+"""
 
 from collections.abc import Iterable
+from functools import cache
+from itertools import zip_longest
 
 import torch
 
@@ -29,7 +35,7 @@ def named_once(tensors: Iterable[ExportedTensor]) -> dict[str, torch.Tensor]:
 class CopyPlan:
     """Copies prepared once and run any number of times, for as long as both sides stay where they are.
 
-    Runs on the current stream and does not wait. ``num_copies`` counts plain copies and members of joint launches.
+    Runs in the order of the current stream and does not wait. ``num_copies`` counts plain copies and members of joint launches.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -55,6 +61,11 @@ class CopyPlan:
             targets.append(target)
             sources.append(source)
         self._groups = list(groups.values())
+        self._halves = _balanced(self._large)
+        devices = {tensor.device for pair in self._large for tensor in pair}
+        gpu = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self._beside = _stream_beside(gpu) if gpu.type == "cuda" and self._halves[1] else None
+        """Takes half of the large copies; None on a CPU and between devices, where a link is what fills."""
 
     @property
     def num_copies(self) -> int:
@@ -63,10 +74,43 @@ class CopyPlan:
     def run(self) -> None:
         """Start all copies."""
         with torch.no_grad():
-            for target, source in self._large:
-                target.copy_(source, non_blocking=True)
-            for targets, sources in self._groups:
-                torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+            if self._beside is None:
+                for target, source in self._large:
+                    target.copy_(source, non_blocking=True)
+                self._copy_groups()
+                return
+            current = torch.cuda.current_stream(self._beside.device)
+            self._beside.wait_stream(current)
+            # In turn: where all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), they start in this order.
+            for own, other in zip_longest(*self._halves):
+                if own is not None:
+                    own[0].copy_(own[1], non_blocking=True)
+                if other is not None:
+                    with torch.cuda.stream(self._beside):
+                        other[0].copy_(other[1], non_blocking=True)
+            self._copy_groups()
+            current.wait_stream(self._beside)
+
+    def _copy_groups(self) -> None:
+        for targets, sources in self._groups:
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all plans: torch has a few dozen streams, and deals them out again when they are used up."""
+    return torch.cuda.Stream(device)
+
+
+def _balanced(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Two shares of about as many bytes, each beginning with its largest."""
+    shares: tuple[list[Pair], list[Pair]] = [], []
+    sizes = [0, 0]
+    for pair in sorted(pairs, key=lambda pair: pair[0].nbytes, reverse=True):
+        lighter = 0 if sizes[0] <= sizes[1] else 1
+        shares[lighter].append(pair)
+        sizes[lighter] += pair[0].nbytes
+    return shares
 
 
 def _merged(pairs: list[Pair]) -> list[Pair]:

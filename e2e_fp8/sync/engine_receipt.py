@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from e2e_fp8.errors import ByteMismatchError
-from e2e_fp8.numerics.digest import DigestPlan, RepeatedDigests, tensor_digests
+from e2e_fp8.numerics.digest import DigestPlan, tensor_digests
 from e2e_fp8.sync.receipt import Manifest, TensorTable, dtype_name, is_covered, manifest_of
 from e2e_fp8.types import ExportedTensor
 
@@ -65,6 +66,11 @@ def decode_digests(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype="<u8")
 
 
+def seal(digests: np.ndarray) -> str:
+    """128-bit BLAKE2b of 64-bit digests in their order: equal seals mean equal digests, and are all that has to travel."""
+    return hashlib.blake2b(digests.astype("<u8", copy=False).tobytes(), digest_size=16).hexdigest()
+
+
 class RankReceipts:
     """The trainer's comparison with every rank's digests, prepared once for a set of tensors and the ranks' tables."""
 
@@ -85,22 +91,31 @@ class RankReceipts:
         held = {part for table in tables for part in table.parts}
         self._comparable = not unknown and not _uncovered(tensors, held)
         self._kept: Mapping[str, torch.Tensor] | None = None
-        self._slices: list[torch.Tensor] = []
-        self._digests = RepeatedDigests()
+        self._plan = DigestPlan(())
         self._positions = [np.array([index[p] for p in table.parts], dtype=np.int64) for table in tables] if self._comparable else []
 
     def expected(self, tensors: Mapping[str, torch.Tensor], *, kept: bool = False) -> np.ndarray:
         """uint64: digests of the trainer's own bytes, for :meth:`check`.
 
-        ``kept``: the same mapping comes again in later syncs, so that its parts are remembered, and with them its memory.
+        ``kept``: the same mapping comes again in later syncs, as long as none of its tensors has moved (:class:`NamedTensors`), so that
+        its parts are remembered, and with them its memory.
         """
         if kept and tensors is self._kept:
-            return self._digests.of(self._slices)
-        slices = [part.of(tensors[part.name]) for part in self._parts]
-        if not kept:
-            return DigestPlan(slices).run()
-        self._kept, self._slices = tensors, slices
-        return self._digests.of(slices)
+            return self._plan.run()
+        plan = DigestPlan([part.of(tensors[part.name]) for part in self._parts])
+        if kept:
+            self._kept, self._plan = tensors, plan
+        return plan.run()
+
+    def agreed(self, expected: np.ndarray, answers: Sequence[Mapping[str, Any]]) -> Manifest | None:
+        """The trainer's manifest if every rank's answer (``table``, ``seal``) is what :meth:`expected` makes of it.
+
+        None when some digest differs or a rank reports on other parts: its digests then have to be asked for, see :meth:`check`.
+        """
+        told = [(answer.get("table"), answer.get("seal")) for answer in answers]
+        if not self._comparable or told != [(t.digest, seal(expected[p])) for t, p in zip(self.tables, self._positions, strict=True)]:
+            return None
+        return self._manifest(expected)
 
     def check(
         self, tensors: Mapping[str, torch.Tensor], expected: np.ndarray, ranks: Sequence[np.ndarray], *, policy_version: int
@@ -110,6 +125,9 @@ class RankReceipts:
         if not self._comparable or not all(same):
             named = [dict(zip(table.parts, map(int, digests), strict=True)) for table, digests in zip(self.tables, ranks, strict=True)]
             return check_ranks(tensors, named, policy_version=policy_version)
+        return self._manifest(expected)
+
+    def _manifest(self, expected: np.ndarray) -> Manifest:
         return Manifest(table=self._table, digest_array=expected[: len(self._table.names)], covered="fp8")
 
 

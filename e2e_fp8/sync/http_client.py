@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from e2e_fp8.errors import ConfigError, EngineError
 
+UPDATE_ROUTE = "/weight_update"
+"""The token guard's own route: one step of a weight update."""
 _VLLM_WRAPPING = re.compile(r"^(?:Call to \w+ method failed: |Worker failed with error ')+")
 
 
@@ -86,19 +88,19 @@ class ServerClient:
         """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer. ``timeout_s`` replaces the client's."""
         return self._checked(route, *self._request("POST", route, {} if body is None else body, timeout_s or self.timeout_s))
 
-    def collective(self, method: str, *args: str, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    def collective(self, method: str, *args: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``method`` of the worker extension returns at every rank.
 
-        ``pause`` (``wait`` or ``abort``): generation is paused first and counts as torn from then on, see ``TokenGuard``.
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
-        route = "/collective_rpc" if pause is None else f"/collective_rpc?pause={pause}"
-        answer = self.post(route, {"method": method, "args": list(args)}, timeout_s=timeout_s)
-        results = answer["results"]
-        for result in results:
-            if "error" in result:
-                raise EngineError(result["error"])
-        return results
+        return _results(self.post("/collective_rpc", {"method": method, "args": list(args)}, timeout_s=timeout_s))
+
+    def update(self, step: dict[str, Any], *, pause: str | None = None) -> list[dict[str, Any]]:
+        """What ``weight_update`` returns at every rank for ``step``, an ``UpdateStep``; errors as of :meth:`collective`.
+
+        ``pause`` (``wait`` or ``abort``): generation is paused first and counts as torn from then on, see ``TokenGuard``.
+        """
+        return _results(self.post(UPDATE_ROUTE if pause is None else f"{UPDATE_ROUTE}?pause={pause}", step))
 
     def _checked(self, route: str, status: int, content: bytes) -> Any:
         if status == 401:
@@ -106,6 +108,13 @@ class ServerClient:
         if status != 200:
             raise EngineError(f"The rollout server refused {route} ({status}): {_sentence(content)}")
         return json.loads(content) if content else None
+
+
+def _results(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    for result in answer["results"]:
+        if "error" in result:
+            raise EngineError(result["error"])
+    return answer["results"]
 
 
 def _sentence(content: bytes) -> str:

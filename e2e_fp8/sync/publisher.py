@@ -6,13 +6,14 @@ publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unle
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
@@ -39,6 +40,7 @@ class PublishReport:
     seconds: float
     """From planning until the engine had everything, pause included, receipt not."""
     receipt_seconds: float
+    """What the receipt took beyond that; digests that were computed while bytes were under way are in :attr:`seconds`."""
     receipt: Manifest | None
     """Digests that trainer and every engine rank agree on; None when the receipt was not asked for."""
     phases: dict[str, float]
@@ -61,6 +63,11 @@ class PhaseClock:
     def add(self, phase: str, seconds: float) -> None:
         """Seconds that were measured elsewhere."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def move(self, seconds: float, of: str, to: str) -> None:
+        """Of one phase so many seconds were another."""
+        self.add(of, -seconds)
+        self.add(to, seconds)
 
     def total(self) -> float:
         """Seconds from the start to the last mark."""
@@ -116,6 +123,8 @@ class WeightPublisher:
         self._planned_last: tuple[tuple, UpdateManifest] | None = None
         self._tables: dict[str, PartTable] = {}
         self._receipts: RankReceipts | None = None
+        self._reading: torch.cuda.Stream | None = None
+        """Where a GPU trainer reads its own bytes for a receipt."""
 
     def _opener(
         self, transport: str, direct: bool, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None
@@ -157,15 +166,17 @@ class WeightPublisher:
         clock.mark("plan")
         try:
             try:
-                self._deliver(manifest, named, in_flight, clock)
+                answers, own = self._deliver(manifest, named, in_flight, clock, receipt=receipt)
             except UnpreparedError:
                 # The server was started again, or another trainer published to it, since the last update.
                 self._forget()
                 with suppress(EngineError):
                     self.control.resume()
-                self._deliver(manifest, named, in_flight, clock)
-            delivered = clock.total()
-            proof = self._receipt(named, policy_version, clock) if receipt else None
+                answers, own = self._deliver(manifest, named, in_flight, clock, receipt=receipt)
+            reading = max(answer.get("receipt_seconds", 0.0) for answer in answers)
+            delivered = clock.total() - clock.seconds["receipt: trainer"] - reading
+            clock.move(reading, "send", "receipt: engine")
+            proof = self._receipt(named, policy_version, answers, own, clock) if receipt else None
         except BaseException:
             self._forget()
             raise
@@ -191,7 +202,10 @@ class WeightPublisher:
                 self._planned_last, self._receipts = (signature, manifest), None
         return self._planned_last[1].at_version(policy_version)
 
-    def _deliver(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock) -> None:
+    def _deliver(
+        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock, *, receipt: bool
+    ) -> tuple[list[dict[str, Any]], np.ndarray | None]:
+        """(the ranks' answers to the last announcement, digests of the trainer's own bytes if a receipt can use them already)."""
         if not self.control.prepare(manifest):
             self._drop_sender()
         clock.mark("prepare")
@@ -202,22 +216,57 @@ class WeightPublisher:
         clock.mark("open")
         sender.stage(manifest, tensors)
         clock.mark("stage")
+        answers: list[dict[str, Any]] = []
 
         def announce(update: dict[str, Any], *, first: bool, last: bool) -> None:
-            clock.add("send: engine copies", self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight))
+            told = self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight, receipt=receipt and last)
+            clock.add("send: engine copies", max(rank["seconds"] for rank in told))
+            answers[:] = told
 
-        sender.send(manifest, tensors, announce)
-        clock.mark("send")
+        with ThreadPoolExecutor(1) as reader:
+            # Both sides' memory is read while bytes are under way.
+            own = reader.submit(self._own_digests(tensors)) if receipt and self._receipts is not None else None
+            sender.send(manifest, tensors, announce)
+            clock.mark("send")
+            digests = None if own is None else own.result()
+        clock.mark("receipt: trainer")
+        return answers, digests
 
-    def _receipt(self, tensors: Mapping[str, torch.Tensor], policy_version: int, clock: PhaseClock) -> Manifest:
-        known, kept = json.dumps(sorted(self._tables)), self._named.keeps(tensors)
-        with ThreadPoolExecutor(1) as caller:
-            asked = caller.submit(self.client.collective, "receipt", known)
-            # Both sides read their memory at once; what the ranks report on rarely changes.
-            expected = None if self._receipts is None else self._receipts.expected(tensors, kept=kept)
-            clock.mark("receipt: trainer")
-            answers = asked.result()
-        clock.mark("receipt: wait for the engine")
+    def _own_digests(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], np.ndarray]:
+        """A call, for another thread, that reads ``tensors`` as the current stream leaves them, beside what is sent meanwhile."""
+        receipts, kept = self._receipts, self._named.keeps(tensors)
+        assert receipts is not None
+        if self._device.type != "cuda":
+            return lambda: receipts.expected(tensors, kept=kept)
+        self._reading = self._reading or torch.cuda.Stream(self._device)
+        stream, written = self._reading, torch.cuda.current_stream(self._device).record_event()
+
+        def digests() -> np.ndarray:
+            with torch.cuda.stream(stream):
+                stream.wait_event(written)
+                return receipts.expected(tensors, kept=kept)
+
+        return digests
+
+    def _receipt(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        policy_version: int,
+        answers: Sequence[Mapping[str, Any]],
+        own: np.ndarray | None,
+        clock: PhaseClock,
+    ) -> Manifest:
+        proof = None if own is None or self._receipts is None else self._receipts.agreed(own, answers)
+        if proof is None:
+            # The first time, and where something differs, whose name is wanted.
+            proof = self._compared(tensors, policy_version)
+        clock.mark("receipt: compare")
+        return proof
+
+    def _compared(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> Manifest:
+        """Every digest of every rank, asked for and compared. Raises ByteMismatchError."""
+        kept = self._named.keeps(tensors)
+        answers = self.client.collective("receipt", json.dumps(sorted(self._tables)))
         for answer in answers:
             if "parts" in answer:
                 table = PartTable.from_json(answer["parts"])
@@ -225,17 +274,13 @@ class WeightPublisher:
         tables = tuple(self._tables[answer["table"]] for answer in answers)
         if self._receipts is None or self._receipts.tables != tables:
             self._receipts = RankReceipts(tensors, tables)
-            expected = None
-        if expected is None:
-            expected = self._receipts.expected(tensors, kept=kept)
+        expected = self._receipts.expected(tensors, kept=kept)
         ranks = [decode_digests(answer["digests"]) for answer in answers]
         try:
-            proof = self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
+            return self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
         except ByteMismatchError:
             self.control.refuse(f"the receipt of policy version {policy_version} failed")
             raise
-        clock.mark("receipt: compare")
-        return proof
 
     def _forget(self) -> None:
         """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""

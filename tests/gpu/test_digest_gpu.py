@@ -11,7 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.digest_reference import digest_of_tensor
 
+from e2e_fp8.numerics.arriving_digests import ArrivingDigests
 from e2e_fp8.numerics.digest import tensor_digest, tensor_digests
+from e2e_fp8.sync.copies import CopyPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -135,3 +137,45 @@ def test_speed_of_thousands_of_tensors():
     median, copied = statistics.median(wall), copy_rate(num_bytes)
     print(f"\n{len(tensors)} tensors, {num_bytes} bytes: {median * 1e3:.2f} ms, {num_bytes / median / 1e9:.0f} GB/s, host work included;")
     print(f"a flat copy moves {copied / 1e9:.0f} GB/s (read + written), {2 * num_bytes / copied * 1e3:.2f} ms")
+
+
+def test_arriving_tensors_are_read_after_the_writers_stream_has_written_them():
+    """Every message waits on the GPU before it is written, so that whoever reads early reads what was there before."""
+    sizes = [3_000_001, 17, 1 << 22, 12_345, 1 << 20, 4096, 999_999]
+    tensors = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    messages = [0, 0, 1, 2, 2, 3, 3]
+    arriving = ArrivingDigests(tensors, messages, segment_bytes=2_000_000)
+    assert len(arriving._segments) == 3
+    for _ in range(3):
+        sources = [torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device="cuda") for tensor in tensors]
+        arriving.begin()
+        for message in range(4):
+            torch.cuda._sleep(30_000_000)
+            for tensor, source, of in zip(tensors, sources, messages, strict=True):
+                if of == message:
+                    tensor.copy_(source)
+            arriving.written(message)
+        assert arriving.collect().tolist() == tensor_digests(sources)
+
+
+def test_copies_on_two_streams_keep_the_order_of_the_current_one():
+    """Sources are written late and targets are read at once."""
+    sources = [torch.zeros(rows << 20, dtype=torch.uint8, device="cuda") for rows in (1, 9, 2, 30, 1, 1)]
+    sources += [torch.zeros(300, 4, device="cuda")[:, :3] for _ in range(5)]
+    targets = [torch.zeros_like(source) for source in sources]
+    plan = CopyPlan(zip(targets, sources, strict=True))
+    assert plan._beside is not None
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            fresh = [torch.randint(0, 100, source.shape, device="cuda").to(source.dtype) for source in sources]
+            torch.cuda._sleep(100_000_000)
+            for source, new in zip(sources, fresh, strict=True):
+                source.copy_(new)
+            plan.run()
+            seen = [target.clone() for target in targets]
+            # the next update's sources must not be written before they are read
+            for source in sources:
+                source.zero_()
+        torch.cuda.synchronize()
+        assert all(torch.equal(found, new) for found, new in zip(seen, fresh, strict=True))

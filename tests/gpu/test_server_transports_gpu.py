@@ -1,6 +1,7 @@
 """All transports into a vLLM server on Hopper GPUs: bytes stay, CUDA graphs see them, twenty updates in a row."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
 from integration.test_server_users import teach_and_serve
 
-from e2e_fp8.errors import ConfigError, EngineError
+from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.direct import DirectSender
+from e2e_fp8.sync.engine_receipt import RankReceipts
 from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -85,7 +87,7 @@ def test_trainers_memory_is_read_as_it_is_now_without_another_export(served):
             weights[name].copy_(tensor)
         routes.clear()
         show("ipc in place", publisher.publish(exported(weights), policy_version=version))
-        assert routes == ["/collective_rpc?pause=wait", "/collective_rpc", "/resume"]
+        assert routes == ["/weight_update?pause=wait", "/resume"]
         assert_live(served, random_weights(served.cfg, version))
     publisher.close()
 
@@ -132,6 +134,39 @@ def test_a_place_outside_the_exported_memory_is_refused_by_the_worker(served, mo
     assert_live(served, weights)
 
 
+def test_a_byte_that_changes_on_the_way_fails_the_sealed_receipt(served, monkeypatch):
+    """The trainer reads its own bytes before the engine does; a change between is named, and generation stays refused."""
+    weights = on_gpu(random_weights(served.cfg, 70))
+    publisher, name = served.publisher("ipc"), "model.layers.1.self_attn.o_proj.weight"
+    publisher.publish(exported(weights), policy_version=70)
+    announce, expected, is_read = publisher.control.announce, RankReceipts.expected, threading.Event()
+
+    def read(*args, **options):
+        digests = expected(*args, **options)
+        is_read.set()
+        return digests
+
+    def changed_first(*args, **options):
+        assert is_read.wait(30)
+        weights[name].view(torch.uint8)[3, 5] ^= 1
+        torch.cuda.synchronize()
+        told = announce(*args, **options)
+        weights[name].view(torch.uint8)[3, 5] ^= 1
+        torch.cuda.synchronize()
+        return told
+
+    monkeypatch.setattr(RankReceipts, "expected", read)
+    monkeypatch.setattr(publisher.control, "announce", changed_first)
+    with pytest.raises(ByteMismatchError, match=rf"1 parts .* {name} \(bytes differ\)"):
+        publisher.publish(exported(weights), policy_version=71)
+    with pytest.raises(EngineError, match="the receipt of policy version 71 failed"):
+        served.client.post("/resume")
+    monkeypatch.undo()
+    publisher.publish(exported(weights), policy_version=72)
+    assert_live(served, {key: tensor.cpu() for key, tensor in weights.items()})
+    publisher.close()
+
+
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
     with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
         served.publisher("nccl")
@@ -148,9 +183,13 @@ def test_nccl_between_two_gpus(tmp_path, architecture):
     served = Served(cfg, tmp_path, devices="1", enforce_eager=False)
     try:
         publisher = served.publisher("nccl")
+        routes = routes_of(publisher)
         for version in range(1, 6):
             weights = random_weights(cfg, 20 + version)
+            routes.clear()
             report = publisher.publish(exported(on_gpu(weights)), policy_version=version)
+            assert report.receipt is not None
+            assert version == 1 or routes == ["/weight_update?pause=wait", "/resume"]
             assert_live(served, weights)
             show("nccl", report)
             generate(served.client)

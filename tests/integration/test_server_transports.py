@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -151,7 +153,7 @@ def test_rows_of_a_trainer_rank_go_straight_into_the_engine(served, monkeypatch)
     assert generate(served.client) == answers[0]
 
 
-def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
+def test_a_settled_sync_is_one_call_with_its_receipt(served):
     """Nothing of the layout is sent again, and a server that another trainer has published to meanwhile is prepared again."""
     first, second = served.publisher("ipc without buckets"), served.publisher("nccl")
     calls: list[str] = []
@@ -166,7 +168,7 @@ def test_a_settled_sync_is_one_call_and_its_receipt_another(served):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
         assert_live(served, weights)
-    steady = ["/collective_rpc?pause=wait weight_update", "/collective_rpc receipt", "/resume "]
+    steady = ["/weight_update?pause=wait ", "/resume "]
     assert calls == steady
     second.publish(exported(SECOND), policy_version=73)
     calls.clear()
@@ -233,7 +235,7 @@ def test_update_without_a_pause_is_refused(served):
     with pytest.raises(EngineError, match=r"\(409\): Generation still runs"):
         served.client.post("/start_weight_update")
     with pytest.raises(EngineError, match=r"\(409\): pause=keep is neither wait nor abort"):
-        served.client.collective("weight_state", pause="keep")
+        served.client.update({}, pause="keep")
     with pytest.raises(EngineError, match=r"\(409\): mode=keep would finish requests under other weights"):
         served.client.post("/pause?mode=keep")
     generate(served.client)
@@ -247,6 +249,18 @@ def test_a_pause_refuses_instead_of_queueing_for_ever(served):
         generate(served.client)
     served.client.post("/resume")
     assert generate(served.client) == before
+
+
+def test_half_a_request_pauses_nothing(served):
+    served.publish("ipc", FIRST, 32)
+    before = generate(served.client)
+    host, port = served.process.url.removeprefix("http://").split(":")
+    lines = ["POST /weight_update?pause=wait HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {served.process.token}"]
+    with socket.create_connection((host, int(port))) as trainer:
+        trainer.sendall("\r\n".join([*lines, "Content-Length: 900", "", '{"layout": "']).encode())
+        time.sleep(0.2)
+    assert generate(served.client) == before
+    assert served.client.post("/resume") == {"status": "resumed"}
 
 
 def kill(served: Served, trainer: subprocess.Popen) -> None:
@@ -309,9 +323,11 @@ def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serv
 
 
 def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):
+    """Also where the receipt comes sealed with the update, as it does from the second sync of a publisher on."""
     from e2e_fp8.sync import buckets
 
-    pack = buckets.pack
+    pack, publisher = buckets.pack, served.publisher("ipc")
+    publisher.publish(exported(FIRST), policy_version=59)
 
     def flipping_pack(bucket, tensors, buffer) -> None:
         pack(bucket, tensors, buffer)
@@ -321,7 +337,8 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
 
     monkeypatch.setattr(buckets, "pack", flipping_pack)
     with pytest.raises(Exception, match=r"1 parts .* model.layers.1.mlp.experts.2.up_proj.weight \(bytes differ\)"):
-        served.publish("ipc", FIRST, 60)
+        publisher.publish(exported(FIRST), policy_version=60)
+    publisher.close()
     with pytest.raises(EngineError, match="the receipt of policy version 60 failed"):
         served.client.post("/resume")
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from e2e_fp8.errors import ByteMismatchError, LayoutError
 from e2e_fp8.numerics.digest import tensor_digests
 from e2e_fp8.rollout.engine_layout import engine_layout
 from e2e_fp8.rollout.rank_layout import rank_layout
-from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, check_ranks, decode_digests, encode_digests
+from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, check_ranks, decode_digests, encode_digests, seal
 
 
 def config_of(model_type: str, *, groups: int, per_group: int, tiles: int, experts: int, vocab: int, hidden_tiles: int, head_tiles: int):
@@ -77,6 +77,11 @@ def filled(config: dict, tensors: dict[str, torch.Tensor], rank: int, size: int)
     return parameters
 
 
+def sealed(tables, reported) -> list[dict[str, str]]:
+    """What ranks answer when their digests are asked for in one."""
+    return [{"table": table.digest, "seal": seal(digests)} for table, digests in zip(tables, reported, strict=True)]
+
+
 def check_prepared(tensors, tables, reported, proof) -> None:
     """The prepared comparison says what the plain one says, and refuses one changed bit and one missing part."""
     prepared = RankReceipts(tensors, tables)
@@ -86,6 +91,8 @@ def check_prepared(tensors, tables, reported, proof) -> None:
     at = next(i for i, part in enumerate(tables[-1].parts) if part.name.endswith("down_proj.weight"))
     flipped = [*reported[:-1], reported[-1].copy()]
     flipped[-1][at] ^= 1
+    assert prepared.agreed(expected, sealed(tables, reported)) == proof
+    assert prepared.agreed(expected, sealed(tables, flipped)) is None
     with pytest.raises(ByteMismatchError, match=f"{tables[-1].parts[at].name} .bytes differ"):
         prepared.check(tensors, expected, flipped, policy_version=1)
     victim = tables[-1].parts[at]
@@ -93,6 +100,8 @@ def check_prepared(tensors, tables, reported, proof) -> None:
     cut = [PartTable(tuple(p for p in table.parts if p != victim)) for table in tables]
     fewer = RankReceipts(tensors, cut)
     shorter = [digests[keep] for digests, keep in zip(reported, absent, strict=True)]
+    assert prepared.agreed(expected, sealed(cut, shorter)) is None
+    assert fewer.agreed(fewer.expected(tensors), sealed(cut, shorter)) is None
     with pytest.raises(ByteMismatchError, match=f"{victim.name} .* elements are in the engine"):
         fewer.check(tensors, fewer.expected(tensors), shorter, policy_version=1)
 

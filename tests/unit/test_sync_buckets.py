@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, pack, plan_update, views
+from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, lying, pack, plan_update, views
 
 _DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.uint8)
 
@@ -86,3 +86,25 @@ def test_a_dtype_that_is_no_weight_is_refused_by_name():
 def test_manifest_is_plain_json():
     manifest = plan_update([("w", torch.zeros(2, 3, dtype=torch.bfloat16))], policy_version=5, max_bytes=10)
     assert json.loads(manifest.to_json()) == {"policy_version": 5, "buckets": [[["w", "bfloat16", [2, 3], 0]]]}
+
+
+def test_tensors_of_one_engine_parameter_that_follow_each_other_are_one_message():
+    """Query, key and value, gate and up; not what lies elsewhere, in another layer, or is no neighbour of its parameter."""
+    block = torch.empty(20, 256, dtype=torch.uint8)
+    rows = {
+        "self_attn.q_proj": (0, 4),
+        "self_attn.k_proj": (4, 6),
+        "self_attn.v_proj": (6, 8),
+        "mlp.gate_proj": (8, 12),
+        "mlp.up_proj": (12, 16),
+    }
+    tensors = [(f"model.layers.0.{name}.weight", block[a:b]) for name, (a, b) in rows.items()]
+    tensors += [("model.layers.1.mlp.gate_proj.weight", block[16:18]), ("model.layers.1.mlp.up_proj.weight", torch.empty(2, 256))]
+    tensors += [("model.layers.0.self_attn.o_proj.weight", block[18:20])]
+    manifest = plan_update(tensors, policy_version=0, max_bytes=1 << 20, alone_bytes=1)
+    named = [[spec.name.removeprefix("model.layers.") for spec in bucket] for bucket in manifest.buckets]
+    together = [[f"0.self_attn.{part}_proj.weight" for part in "qkv"], ["0.mlp.gate_proj.weight", "0.mlp.up_proj.weight"]]
+    alone = ["0.self_attn.o_proj.weight", "1.mlp.gate_proj.weight", "1.mlp.up_proj.weight"]
+    assert sorted(named) == sorted([*together, *([name] for name in alone)])
+    by_name = dict(tensors)
+    assert all(lying(bucket, [by_name[spec.name] for spec in bucket]) is not None for bucket in manifest.buckets)
