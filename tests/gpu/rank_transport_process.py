@@ -86,7 +86,7 @@ def main(architecture: str, device: str, folder: Path) -> None:
 
 def check_refusal(served: Served, cfg: Config) -> None:
     """A trainer rank on the engine's own GPU: before anything is sent."""
-    with pytest.raises(ConfigError, match="Trainer rank 0 and rollout rank 0 share GPU .* set rollout.server_devices"):
+    with pytest.raises(ConfigError, match=r"Trainer rank 0 and rollout rank 0 share GPU .* set rollout.server_devices"):
         shares_publisher(served.process.url, served.process.token, cfg, torch.device("cuda:1"))
 
 
