@@ -34,7 +34,12 @@ def test_trainer_killed(served, transport, phase, version):
     check_trainer_killed(served, transport, phase, version)
 
 
-@pytest.mark.xdist_group("server_killed")
-@pytest.mark.parametrize(("transport", "version"), [("ranks", 300), ("nccl", 400)])
+@pytest.mark.parametrize(
+    ("transport", "version"),
+    [
+        pytest.param(name, version, marks=pytest.mark.xdist_group(f"server_killed_{name}"))
+        for name, version in (("ranks", 300), ("nccl", 400))
+    ],
+)
 def test_server_killed_half_way(served, transport, version):
     check_server_killed(served, transport, "halfway", version)

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, assert_live, case_config, exported, generate, own_shares, random_weights, shares_publisher
-from integration.torn_cases import check_server_killed, check_trainer_killed
+from integration.torn_cases import check_trainer_killed, kill_server
 
 from e2e_fp8.errors import ByteMismatchError, EngineError, LayoutError
 from e2e_fp8.rollout.agreement import check_agreement
@@ -224,18 +224,10 @@ def test_a_pause_refuses_instead_of_queueing_for_ever(served):
 
 
 @pytest.mark.parametrize(
-    ("transport", "phase"),
-    [
-        ("ipc", "halfway"),
-        ("nccl", "halfway"),
-        ("ranks", "halfway"),
-        ("disk", "halfway"),
-        ("ipc", "open"),
-        ("ipc", "receipt"),
-        ("ipc", "resume"),
-    ],
+    ("transport", "phase"), [*((transport, "halfway") for transport in (*TRANSPORTS, "ranks")), ("ipc", "open"), ("ipc", "receipt")]
 )
 def test_trainer_killed_leaves_the_old_version_or_a_refusal_until_the_retry(served, transport, phase):
+    """The rest of the phases: test_torn_syncs.py."""
     check_trainer_killed(served, transport, phase, 40)
 
 
@@ -260,6 +252,6 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
     assert_live(served, FIRST)
 
 
-def test_server_killed_is_one_sentence_and_a_restart_takes_the_version(served):
-    """Last in the file: it replaces the module's server by one that starts cold from the disk transport's newest folder."""
-    check_server_killed(served, "ipc", "halfway", 70)
+def test_server_killed_is_one_sentence(served):
+    """Last in the file; test_torn_syncs.py starts another one."""
+    kill_server(served, "ipc", "halfway", 12, 71)

@@ -62,18 +62,23 @@ def check_trainer_killed(served: Served, transport: str, phase: str, version: in
     generate(served.client)
 
 
-def check_server_killed(served: Served, transport: str, phase: str, version: int) -> None:
-    """One sentence at the trainer; a server that starts from the last checkpoint has its version and takes the next one."""
-    old, new = (weights_of(served, seed) for seed in SEEDS)
-    served.publish("disk", new, version)
-    expected = generate(served.client)
-    trainer = served.start_trainer(transport, SEEDS[0], version + 1, phase)
+def kill_server(served: Served, transport: str, phase: str, seed: int, version: int) -> None:
+    """SIGKILL the server and all its workers while a trainer is at ``phase``: one sentence there."""
+    trainer = served.start_trainer(transport, seed, version, phase)
     os.killpg(served.process.pid, signal.SIGKILL)
     (served.root / "hold").unlink()
     _, told = trainer.communicate(timeout=120)
     assert trainer.returncode == 2, told
     assert told.startswith("EngineError: ")
     assert len(told.splitlines()) == 1
+
+
+def check_server_killed(served: Served, transport: str, phase: str, version: int) -> None:
+    """A server that starts from the last checkpoint afterwards has its version and takes the next one."""
+    old, new = (weights_of(served, seed) for seed in SEEDS)
+    served.publish("disk", new, version)
+    expected = generate(served.client)
+    kill_server(served, transport, phase, SEEDS[0], version + 1)
     served.process.close()
     folder = policy_folder(served.root / "sync", version)
     served.process = start_server(served.cfg, folder, served.root / "server", devices=served.devices, load_format="auto", **served.changes)
