@@ -18,6 +18,8 @@ class ParallelSizes(Protocol):
     @property
     def tensor(self) -> int: ...
     @property
+    def context(self) -> int: ...
+    @property
     def pipeline(self) -> int: ...
     @property
     def expert(self) -> int: ...
@@ -32,6 +34,7 @@ class Place:
     """Coordinates of one rank."""
 
     tensor: int
+    context: int
     data: int
     pipeline: int
     expert: int
@@ -47,6 +50,7 @@ class RankGrid:
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 1
@@ -54,8 +58,8 @@ class RankGrid:
     world: int = 1
 
     def __post_init__(self) -> None:
-        dense, routed = self.tensor * self.pipeline, self.expert_tensor * self.expert * self.pipeline
-        for size, fields in ((dense, "tensor x pipeline"), (routed, "expert_tensor x expert x pipeline")):
+        dense, routed = self.tensor * self.context * self.pipeline, self.expert_tensor * self.expert * self.pipeline
+        for size, fields in ((dense, "tensor x context x pipeline"), (routed, "expert_tensor x expert x pipeline")):
             if self.world % size:
                 sizes = ", ".join(f"training.parallel.{name} {getattr(self, name)}" for name in fields.split(" x "))
                 ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
@@ -67,13 +71,13 @@ class RankGrid:
     @classmethod
     def of(cls, sizes: ParallelSizes, world: int) -> "RankGrid":
         """The grid of ``training.parallel`` on ``world`` ranks."""
-        names = ("tensor", "pipeline", "expert", "expert_tensor", "virtual_pipeline")
+        names = ("tensor", "context", "pipeline", "expert", "expert_tensor", "virtual_pipeline")
         return cls(**{name: getattr(sizes, name) for name in names}, world=world)
 
     @property
     def data(self) -> int:
         """Data-parallel size outside experts."""
-        return self.world // (self.tensor * self.pipeline)
+        return self.world // (self.tensor * self.context * self.pipeline)
 
     @property
     def layout(self) -> MegatronParallel:
@@ -84,6 +88,7 @@ class RankGrid:
             virtual_pipeline=self.virtual_pipeline if self.virtual_pipeline > 1 else None,
             expert=self.expert,
             expert_tensor=self.expert_tensor,
+            context=self.context,
             data=self.data,
         )
 
@@ -92,7 +97,8 @@ class RankGrid:
         found = self.layout.coordinates(rank)
         return Place(
             tensor=found.tensor,
-            data=rank // self.tensor % self.data,
+            context=rank // self.tensor % self.context,
+            data=rank // (self.tensor * self.context) % self.data,
             pipeline=found.pipeline,
             expert=found.expert,
             expert_tensor=found.expert_tensor,

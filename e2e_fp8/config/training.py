@@ -17,7 +17,7 @@ class ParallelConfig(Section):
     )
     expert: int = Field(default=1, ge=1, description="Expert parallel size: each rank of the group holds whole experts.")
     expert_tensor: int = Field(default=1, ge=1, description="Tensor parallel size inside experts, instead of ``tensor``.")
-    context: int = Field(default=1, ge=1, description="Context parallel size; 1 alone: sequences are not split.")
+    context: int = Field(default=1, ge=1, description="Context parallel size: ranks that divide the packed tokens of each micro-batch.")
 
 
 class WarmStartConfig(Section):

@@ -60,11 +60,6 @@ def check_cross_fields(cfg: "Config") -> None:
 
 def _check_parallel(cfg: "Config") -> None:
     parallel, model = cfg.training.parallel, cfg.model
-    if parallel.context > 1:
-        raise ConfigError(
-            f"training.parallel.context is {parallel.context}, but sizes above 1 are not implemented: the attention of packed sequences "
-            "holds each sequence whole on a rank, so set it to 1 and divide the model instead (tensor, pipeline or expert)."
-        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             f"training.parallel.virtual_pipeline is {parallel.virtual_pipeline}, but training.parallel.pipeline is 1: chunks of layers "

@@ -97,8 +97,12 @@ def paged_attention(
 
 
 def packed_attention(
-    q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens: torch.Tensor, softmax_factor: float, max_query_len: int
+    q_TND: torch.Tensor,
+    k_UGD: torch.Tensor,
+    v_UGD: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    softmax_factor: float,
+    longest: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As row_invariant.packed_attention."""
-    longest = max_query_len, max_query_len
-    return _attend(q_TND, k_TGD, v_TGD, None, (cu_seqlens, cu_seqlens), None, longest, softmax_factor)
+    return _attend(q_TND, k_UGD, v_UGD, None, bounds, None, longest, softmax_factor)

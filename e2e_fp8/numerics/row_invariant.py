@@ -118,15 +118,21 @@ def paged_attention(
 
 
 def packed_attention(
-    q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens: torch.Tensor, softmax_factor: float, max_query_len: int
+    q_TND: torch.Tensor,
+    k_UGD: torch.Tensor,
+    v_UGD: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    softmax_factor: float,
+    longest: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``([T, N, D], float32 [N, T])``: causal attention within each packed sequence and the logarithms of its sums; CUDA only.
+    """``([T, N, D], float32 [N, T])``: causal attention of each packed sequence's last tokens, and the logarithms of its sums; CUDA only.
 
-    ``cu_seqlens`` is int32 ``[S + 1]`` on the device. Raises as :func:`paged_attention`.
+    ``bounds`` are those of the sequences' queries and keys, int32 ``[S + 1]`` on the device; ``longest`` the most of each in a sequence.
+    Raises as :func:`paged_attention`.
     """
     from e2e_fp8.numerics import row_attention_cuda
 
-    return row_attention_cuda.packed_attention(q_TND, k_TGD, v_TGD, cu_seqlens, softmax_factor, max_query_len)
+    return row_attention_cuda.packed_attention(q_TND, k_UGD, v_UGD, bounds, softmax_factor, longest)
 
 
 @functools.cache

@@ -16,10 +16,8 @@ def check_supported(cfg: Config) -> None:
     """Refuse what the engine does not do.
 
     Raises:
-        ConfigError: context parallelism, uneven heads, or top-1 routing with renormalised probabilities.
+        ConfigError: uneven heads, or top-1 routing with renormalised probabilities.
     """
-    if cfg.training.parallel.context != 1:
-        raise ConfigError(f"training.parallel.context is {cfg.training.parallel.context}, but sequences are not split: set it to 1.")
     model = cfg.model
     if model.num_attention_heads % model.num_key_value_heads:
         raise ConfigError("model.num_attention_heads must be a multiple of model.num_key_value_heads.")

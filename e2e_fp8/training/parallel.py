@@ -49,6 +49,7 @@ def initialize_parallel_state(grid: RankGrid, ground: Ground) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=grid.tensor,
+            context_parallel_size=grid.context,
             pipeline_model_parallel_size=grid.pipeline,
             virtual_pipeline_model_parallel_size=grid.virtual_pipeline if grid.virtual_pipeline > 1 else None,
             expert_model_parallel_size=grid.expert,
@@ -73,6 +74,7 @@ def _check_groups(grid: RankGrid) -> None:
     place = grid.place(dist.get_rank())
     found = {
         "tensor": (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        "context": (state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
         "pipeline": (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
         "data": (state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
         "expert": (state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
@@ -149,3 +151,10 @@ def tensor_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def context_group() -> Any:
+    """Process group that divides the tokens of one micro-batch."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()

@@ -67,13 +67,15 @@ class SharedAttention(torch.autograd.Function):
     """``row_invariant.causal_attention`` over packed sequences; ``reference`` is the differentiable operator that gives the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q_TND, k_TGD, v_TGD, lengths: tuple[int, ...], softmax_factor: float, reference: Any) -> torch.Tensor:
-        ctx.save_for_backward(q_TND, k_TGD, v_TGD)
+    def forward(ctx: Any, q_TND, k_UGD, v_UGD, lengths: tuple[tuple[int, int], ...], softmax_factor: float, reference: Any) -> torch.Tensor:
+        ctx.save_for_backward(q_TND, k_UGD, v_UGD)
         ctx.lengths, ctx.softmax_factor, ctx.reference = lengths, softmax_factor, reference
-        sizes = torch.tensor(lengths)
-        first_key_T = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        positions_T = torch.arange(q_TND.shape[0]) - first_key_T
-        return row_invariant.causal_attention(q_TND, k_TGD, v_TGD, first_key_T, positions_T, softmax_factor)
+        queries, keys = torch.tensor(lengths).unbind(1)
+        first_query_T, first_key_T, before_T = (
+            values.repeat_interleave(queries) for values in (queries.cumsum(0) - queries, keys.cumsum(0) - keys, keys - queries)
+        )
+        positions_T = torch.arange(q_TND.shape[0]) - first_query_T + before_T
+        return row_invariant.causal_attention(q_TND, k_UGD, v_UGD, first_key_T, positions_T, softmax_factor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -87,25 +89,27 @@ class SharedVarlenAttention(torch.autograd.Function):
     """``row_invariant.packed_attention``; torch's flash attention, which knows no groups of heads, gives the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q_TND, k_TGD, v_TGD, cu_seqlens: torch.Tensor, longest: int, softmax_factor: float) -> torch.Tensor:
-        out_TND, lse_NT = row_invariant.packed_attention(q_TND, k_TGD, v_TGD, cu_seqlens, softmax_factor, longest)
-        ctx.save_for_backward(q_TND, k_TGD, v_TGD, out_TND, lse_NT, cu_seqlens)
+    def forward(ctx: Any, q_TND, k_UGD, v_UGD, spans: Any, softmax_factor: float) -> torch.Tensor:
+        """``spans`` is an ``attention.Spans``."""
+        bounds, longest = (spans.cu_queries, spans.cu_keys), (spans.max_queries, spans.max_keys)
+        out_TND, lse_NT = row_invariant.packed_attention(q_TND, k_UGD, v_UGD, bounds, softmax_factor, longest)
+        ctx.save_for_backward(q_TND, k_UGD, v_UGD, out_TND, lse_NT, *bounds)
         ctx.longest, ctx.softmax_factor = longest, softmax_factor
         return out_TND
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_TND, k_TGD, v_TGD, out_TND, lse_NT, cu_seqlens = ctx.saved_tensors
-        (tokens, heads, width), groups = q_TND.shape, k_TGD.shape[1]
-        k_TND, v_TND = (t.repeat_interleave(heads // groups, dim=1) for t in (k_TGD, v_TGD))
+        q_TND, k_UGD, v_UGD, out_TND, lse_NT, *bounds = ctx.saved_tensors
+        (heads, width), (keys, groups) = q_TND.shape[1:], k_UGD.shape[:2]
+        k_UND, v_UND = (t.repeat_interleave(heads // groups, dim=1) for t in (k_UGD, v_UGD))
         # of dropout, which is off
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q_TND.device), torch.empty(0, device=q_TND.device)
         grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), q_TND, k_TND, v_TND, out_TND, lse_NT, cu_seqlens, cu_seqlens, ctx.longest, ctx.longest,
+            grads[0].contiguous(), q_TND, k_UND, v_UND, out_TND, lse_NT, *bounds, *ctx.longest,
             0.0, True, state, unused, scale=ctx.softmax_factor, window_size_left=-1, window_size_right=0,
         )  # fmt: skip
-        grad_k, grad_v = (t.view(tokens, groups, -1, width).sum(2, dtype=torch.float32).to(k_TGD.dtype) for t in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None, None, None
+        grad_k, grad_v = (t.view(keys, groups, -1, width).sum(2, dtype=torch.float32).to(k_UGD.dtype) for t in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v, None, None
 
 
 class SharedCombine(torch.autograd.Function):

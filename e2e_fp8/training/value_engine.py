@@ -11,7 +11,7 @@ from e2e_fp8.config.critic import critic_config
 from e2e_fp8.config.root import Config
 from e2e_fp8.errors import CheckpointError
 from e2e_fp8.layout import VALUE_HEAD, ShardedParameter, value_model_shards
-from e2e_fp8.training.engine import MegatronModel
+from e2e_fp8.training.megatron_model import MegatronModel
 from e2e_fp8.training.parallel import Parameter
 from e2e_fp8.training.weights import check_weights, import_safetensors, local_weight
 from e2e_fp8.types import PackedBatch
@@ -67,7 +67,7 @@ class ValueEngine(MegatronModel[torch.Tensor]):
         self._load(weight_of)
 
     def _read(self, output: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        return output[0, : batch.token_ids.numel(), 0]
+        return self._whole(output[0, :, 0], batch)
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Value of the tokens up to each position, float32 ``[T]`` for each micro-batch; no gradient, on the engine's device.

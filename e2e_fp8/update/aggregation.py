@@ -1,6 +1,6 @@
 """One denominator rule: a loss function returns the sum over its micro-batch of weighted token losses, and the engine divides by one
-number for the whole optimizer step. A token's weight depends on its own sequence alone and sequences are never split, so the result is
-the same for every way of cutting a batch into micro-batches and ranks.
+number for the whole optimizer step. A token's weight depends on its own sequence alone, which a loss sees whole on every rank that has a
+part of it, so the result is the same for every way of cutting a batch into micro-batches and ranks.
 
 | mode | weight of a token of sequence i | denominator |
 |---|---|---|

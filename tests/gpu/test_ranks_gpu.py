@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "tp2", "dense_tp2"])
+@pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "tp2", "cp2", "dense_tp2"])
 def test_two_gpus(name, tmp_path):
     case = replace(CASES[name], backend="cuda")
     for job, out in ((case, tmp_path / "many"), (case.alone(), tmp_path / "one")):

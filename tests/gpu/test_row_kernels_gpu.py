@@ -186,7 +186,7 @@ def cached(k, v, cu_seqlens, block_size):
 @pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
 def test_packed_attention_is_its_definition_and_keeps_sequences_apart(heads, groups, width):
     q, k, v, cu_seqlens = packed(heads, groups, width)
-    out, lse = row_invariant.packed_attention(q, k, v, cu_seqlens, width**-0.5, max(LENGTHS))
+    out, lse = row_invariant.packed_attention(q, k, v, (cu_seqlens, cu_seqlens), width**-0.5, (max(LENGTHS),) * 2)
     for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         queries, keys, values = (t[first:last].double().transpose(0, 1) for t in (q, k, v))
         keys, values = (t.repeat_interleave(heads // groups, 0) for t in (keys, values))
@@ -196,15 +196,45 @@ def test_packed_attention_is_its_definition_and_keeps_sequences_apart(heads, gro
         assert float((out[first:last].double() - exact).norm() / exact.norm()) < BF16_HALF_STEP
         assert float((lse[:, first:last].double() - scores.logsumexp(-1)).abs().max()) < 1e-4
         alone = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")
-        single, _ = row_invariant.packed_attention(q[first:last], k[first:last], v[first:last], alone, width**-0.5, last - first)
+        one = (q[first:last], k[first:last], v[first:last])
+        single, _ = row_invariant.packed_attention(*one, (alone, alone), width**-0.5, (last - first,) * 2)
         assert torch.equal(single, out[first:last])
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_ranks_that_divide_the_tokens_attend_as_one(heads, groups, width, parts):
+    """Bit for bit, and with its gradient up to the rounding of sums: what context parallelism asks of each rank."""
+    from e2e_fp8.training.attention import Spans
+    from e2e_fp8.training.context_parallel import ContextParallel
+    from e2e_fp8.training.shared_functions import SharedVarlenAttention
+
+    *leaves, cu_seqlens = packed(heads, groups, width)
+    tokens = sum(LENGTHS) - sum(LENGTHS) % parts
+    cu_seqlens = cu_seqlens.clamp(max=tokens)
+    q, k, v = (t[:tokens].detach().requires_grad_() for t in leaves)
+    upstream = normal(tokens, heads, width, spread=0.0)
+    whole = Spans(cu_queries=cu_seqlens, cu_keys=cu_seqlens, max_queries=max(LENGTHS), max_keys=max(LENGTHS))
+    out = SharedVarlenAttention.apply(q, k, v, whole, width**-0.5)
+    expected = torch.autograd.grad(out, (q, k, v), upstream)
+    found = [torch.zeros_like(t, dtype=torch.float32) for t in expected]
+    for rank in range(parts):
+        context = ContextParallel(rank=rank, size=parts, group=None)
+        params, _ = context.layout(cu_seqlens)
+        rows, keys = context.rows(tokens), params.keys
+        part = SharedVarlenAttention.apply(q[rows], k[keys], v[keys], Spans.of(params), width**-0.5)
+        assert torch.equal(part, out[rows])
+        for total, gradient in zip(found, torch.autograd.grad(part, (q, k, v), upstream[rows]), strict=True):
+            total += gradient.float()
+    for total, gradient in zip(found, expected, strict=True):
+        assert float((total - gradient.float()).norm() / gradient.float().norm()) < 2 * BF16_HALF_STEP
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 @pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
 def test_decoding_chunks_and_cached_blocks_are_the_trainers_attention(heads, groups, width, block_size):
     q, k, v, cu_seqlens = packed(heads, groups, width)
-    expected, _ = row_invariant.packed_attention(q, k, v, cu_seqlens, width**-0.5, max(LENGTHS))
+    expected, _ = row_invariant.packed_attention(q, k, v, (cu_seqlens, cu_seqlens), width**-0.5, (max(LENGTHS),) * 2)
     keys, values, table = cached(k, v, cu_seqlens, block_size)
     ends = cu_seqlens[1:].tolist()
 
@@ -234,7 +264,7 @@ def test_decoding_chunks_and_cached_blocks_are_the_trainers_attention(heads, gro
 
 @pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
 def test_the_attentions_gradient_is_no_worse_than_torchs(heads, groups, width):
-    from e2e_fp8.training.attention import varlen_packed
+    from e2e_fp8.training.attention import Spans, varlen_packed
     from e2e_fp8.training.shared_functions import SharedVarlenAttention
 
     *leaves, cu_seqlens = packed(heads, groups, width)
@@ -252,7 +282,8 @@ def test_the_attentions_gradient_is_no_worse_than_torchs(heads, groups, width):
 
     def gradients(function, dtype):
         taken = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        out = function(*taken, cu_seqlens, max(LENGTHS), width**-0.5)
+        spans = Spans(cu_queries=cu_seqlens, cu_keys=cu_seqlens, max_queries=max(LENGTHS), max_keys=max(LENGTHS))
+        out = function(*taken, spans, width**-0.5)
         return torch.autograd.grad(out, taken, upstream.to(dtype))
 
     exact = gradients(exactly, torch.float64)

@@ -43,6 +43,7 @@ from e2e_fp8.orchestration.weight_sync import exported_tensors
 from e2e_fp8.training.engine import MegatronEngine
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.types import PackedBatch
+from e2e_fp8.update.aggregation import loss_denominator
 
 HEAVY_MIB = 600
 _kept = b""
@@ -143,7 +144,7 @@ class Driver:
 
     def train(self, steps: int) -> None:
         loss = PolicyLoss(objective=self.cfg.objective, correction=self.cfg.correction, max_response_tokens=8)
-        denominator = float(sum(b.trained_mask.sum() for b in self.batches))
+        denominator = loss_denominator(self.batches, self.cfg.objective.loss_agg_mode)
         for _ in range(steps):
             with self.session.census() as census:
                 report = self.engine.train_step(self.batches, loss, denominator)

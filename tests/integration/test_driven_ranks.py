@@ -14,7 +14,7 @@ from drive_ranks import HEAVY_MIB
 from rank_cases import Case
 from safetensors.torch import load_file
 from tiny_runs import assert_same_state
-from tolerances import RANKS_UPDATE
+from tolerances import RANKS_GRAD_NORM, RANKS_LOSS, RANKS_UPDATE
 
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 
@@ -23,6 +23,7 @@ GRIDS = {
     "tp2": {"world": 2, "parallel": {"tensor": 2}},
     "pp2": {"world": 2, "parallel": {"pipeline": 2}},
     "ep2": {"world": 2, "parallel": {"expert": 2}},
+    "cp2": {"world": 2, "parallel": {"context": 2}},
 }
 LIFE = [["stats"], ["train", 1], ["save", 1], ["train", 1], ["save", 2], ["whole", "end"], ["reference"]]
 
@@ -53,7 +54,7 @@ def test_what_rank_0_gets_is_what_one_rank_computes(grid, results):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("grid", ["tp2", "ep2"])
+@pytest.mark.parametrize("grid", ["tp2", "ep2", "cp2"])
 def test_divided_models_step_as_one_rank_within_rounding(grid, results):
     many, one = results(case_of(grid, *LIFE)), results(case_of(None, *LIFE))
     start = results(case_of(None, ["save", 0], ["whole", "end"]))
@@ -70,6 +71,39 @@ def test_a_resumed_trainer_ends_with_the_same_bytes(grid, results):
     for rank in range(2):
         left, right = (CheckpointStore(folder / "checkpoints", keep=9).load(2, rank=rank) for folder in (resumed, straight))
         assert_same_state(left, right, f"rank {rank}")
+
+
+AGGREGATED = {
+    "token-mean": {"kind": "dapo", "loss_agg_mode": "token-mean"},
+    "seq-mean-token-mean": {"kind": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean-token-sum": {"kind": "gspo_token", "loss_agg_mode": "seq-mean-token-sum"},
+    "seq-mean-token-sum-norm": {"kind": "dr_grpo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+}
+
+
+@pytest.mark.parametrize("grid", ["dp2", "cp2"])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if "-mean-token-mean" in mode else pytest.mark.slow) for mode in AGGREGATED])
+def test_loss_and_step_do_not_depend_on_who_has_which_tokens(mode, grid, results):
+    """Whole sequences on other ranks, or parts of one: every loss, its denominator and its gradient are those of one rank."""
+
+    def job(grid: str | None) -> Path:
+        return results(
+            replace(case_of(grid, ["stats"], ["train", 2], ["save", 2], ["whole", "end"]), precision="bf16", objective=AGGREGATED[mode])
+        )
+
+    many, one = job(grid), job(None)
+    reports, expected = (json.loads((folder / "reports.json").read_text()) for folder in (many, one))
+    # ratios are 1, so nothing but weights and denominator is in the first loss; the second is of weights that rounding moved
+    assert reports[0]["loss"] == expected[0]["loss"]
+    moved = abs(expected[1]["loss"] - expected[0]["loss"])
+    assert reports[1]["loss"] == pytest.approx(expected[1]["loss"], abs=RANKS_LOSS["bf16"] * moved)
+    for ours, theirs in zip(reports, expected, strict=True):
+        assert ours["tokens/trained"] == theirs["tokens/trained"]
+        assert ours["ratio/mean"] == pytest.approx(theirs["ratio/mean"], rel=RANKS_LOSS["bf16"])
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RANKS_GRAD_NORM["bf16"])
+    before = results(replace(case_of(None, ["save", 0], ["whole", "end"]), precision="bf16"))
+    ours, theirs, start = (torch.cat([t.flatten() for _, t in sorted(masters(folder).items())]) for folder in (many, one, before))
+    assert (ours - theirs).norm() <= RANKS_UPDATE["bf16"] * (theirs - start).norm()
 
 
 def test_memory_is_that_of_every_rank(results):
@@ -108,7 +142,7 @@ def test_the_critic_that_rank_0_drives_is_that_of_one_rank(grid, results):
     assert same_bytes(load_file(many / "end.safetensors"), load_file(one / "end.safetensors"))
 
 
-@pytest.mark.parametrize("grid", ["tp2", "ep2"])
+@pytest.mark.parametrize("grid", ["tp2", "ep2", "cp2"])
 def test_a_divided_critic_is_that_of_one_rank_within_rounding(grid, results):
     (values, reports), (expected, theirs) = critic_of(results(case_of(grid, *CRITIC))), critic_of(results(case_of(None, *CRITIC)))
     ours, single = (torch.cat([found[name] for name in ("after/0", "after/1")]) for found in (values, expected))

@@ -26,6 +26,7 @@ GRIDS = {
     "tp2": ["training.parallel.tensor=2"],
     "pp2": ["training.parallel.pipeline=2"],
     "ep2": ["training.parallel.expert=2"],
+    "cp2": ["training.parallel.context=2"],
     "critic_dp2": ["objective.kind=ppo", "objective.advantage=gae"],
     "dp2_audited": ["numerics.alignment=bitwise", "training.old_log_probs=rollout", "training.old_log_probs_audit=0.2"],
     "straight_from_tp2": ["training.parallel.tensor=2", "sync.transport=ranks"],

@@ -30,6 +30,8 @@ CASES = {
     "pp2": Case(world=2, parallel={"pipeline": 2}),
     "tp2ep2": Case(world=4, parallel={"tensor": 2, "expert": 2}),
     "dp2": Case(world=2),
+    "cp2": Case(world=2, parallel={"context": 2}),
+    "bf16_cp2": Case(world=2, parallel={"context": 2}, precision="bf16", model=DENSE),
     "dense_tp2": Case(world=2, parallel={"tensor": 2}, model=DENSE),
     "bf16_tp2": Case(world=2, parallel={"tensor": 2}, precision="bf16"),
     "bf16_ep2": Case(world=2, parallel={"expert": 2}, precision="bf16"),
@@ -171,7 +173,10 @@ def test_torchrun_starts_the_same_job(results, tmp_path):
 
 
 REFUSALS = {
-    "world": (Case(world=2, parallel={"pipeline": 2, "tensor": 2}), ["2 ranks", "tensor x pipeline = 4", "training.parallel.tensor 2"]),
+    "world": (
+        Case(world=2, parallel={"pipeline": 2, "tensor": 2}),
+        ["2 ranks", "tensor x context x pipeline = 4", "training.parallel.tensor 2"],
+    ),
     "tiles": (
         Case(world=2, parallel={"tensor": 2, "expert_tensor": 2}),
         ["w13_weight: mlp.experts.0.gate_proj.weight at rows 64", "training.parallel.expert_tensor=1 rollout.tensor_parallel=1"],

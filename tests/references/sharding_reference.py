@@ -1,7 +1,7 @@
 """Slow reference of what each trainer rank holds, row by row from the definitions; shares no code with the package.
 
 Definitions (Megatron-Core, order ``tp-cp-ep-dp-pp``; this project's order of ``linear_qkv``):
-- ranks are numbered through all (pipeline, data, tensor), tensor fastest; experts number the same ranks through all
+- ranks are numbered through all (pipeline, data, context, tensor), tensor fastest; experts number the same ranks through all
   (pipeline, expert data, expert, expert tensor);
 - a tensor rank holds an equal, consecutive share of the query heads, of the key/value heads, of the feed-forward channels, of
   the vocabulary; ``linear_qkv`` lists its q, then k, then v rows, ``linear_fc1`` its gate, then up rows;
@@ -20,13 +20,14 @@ Row = tuple[str, int, int, int]
 
 def coordinates(world: int, sizes: dict[str, int]) -> list[dict[str, int]]:
     """Of every rank, by counting through the grids."""
-    tensor, pipeline, expert, expert_tensor = (sizes.get(n, 1) for n in ("tensor", "pipeline", "expert", "expert_tensor"))
+    names = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+    tensor, context, pipeline, expert, expert_tensor = (sizes.get(n, 1) for n in names)
     stage = world // pipeline
-    dense = list(product(range(pipeline), range(stage // tensor), range(tensor)))
+    dense = list(product(range(pipeline), range(stage // (tensor * context)), range(context), range(tensor)))
     routed = list(product(range(pipeline), range(stage // (expert * expert_tensor)), range(expert), range(expert_tensor)))
     return [
-        {"pipeline": pp, "data": dp, "tensor": tp, "expert": ep, "expert_tensor": etp}
-        for (pp, dp, tp), (_, _, ep, etp) in zip(dense, routed, strict=True)
+        {"pipeline": pp, "data": dp, "context": cp, "tensor": tp, "expert": ep, "expert_tensor": etp}
+        for (pp, dp, cp, tp), (_, _, ep, etp) in zip(dense, routed, strict=True)
     ]
 
 

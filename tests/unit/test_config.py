@@ -139,7 +139,6 @@ def test_every_wrong_field_gets_its_own_line():
         ({"rollout": {"placement": "server"}}, ("sync.transport is local", "set sync.transport to ipc, nccl, ranks or disk")),
         ({"rollout": {"server_url": "http://127.0.0.1:1"}}, ("rollout.server_url is set", "set placement to server")),
         ({"rollout": {"server_devices": "1"}}, ("rollout.server_devices is set", "set placement to server")),
-        ({"training": {"parallel": {"context": 2}}}, ("training.parallel.context is 2", "not implemented", "set it to 1")),
         ({"training": {"parallel": {"tensor": 2}}}, ("model.num_key_value_heads is 1", "training.parallel.tensor = 2", "equal share")),
         ({"training": {"parallel": {"expert": 3}}}, ("model.num_experts is 8", "training.parallel.expert = 3")),
         ({"training": {"parallel": {"pipeline": 4}}}, ("model.num_hidden_layers is 2", "training.parallel.pipeline x")),

@@ -16,10 +16,10 @@ from e2e_fp8.rank_grid import RankGrid
 small = st.sampled_from([1, 2, 3, 4])
 
 
-@given(tensor=small, pipeline=small, expert=small, expert_tensor=small, copies=st.integers(1, 3))
-def test_places_are_those_of_counting(tensor, pipeline, expert, expert_tensor, copies):
-    sizes = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": expert_tensor}
-    world = tensor * expert * expert_tensor * pipeline * copies
+@given(tensor=small, context=small, pipeline=small, expert=small, expert_tensor=small, copies=st.integers(1, 3))
+def test_places_are_those_of_counting(tensor, context, pipeline, expert, expert_tensor, copies):
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert, "expert_tensor": expert_tensor}
+    world = tensor * context * expert * expert_tensor * pipeline * copies
     grid = RankGrid(**sizes, world=world)
     for rank, expected in enumerate(sharding_reference.coordinates(world, sizes)):
         place = grid.place(rank)
@@ -29,7 +29,7 @@ def test_places_are_those_of_counting(tensor, pipeline, expert, expert_tensor, c
 @pytest.mark.parametrize(
     ("sizes", "part"),
     [
-        ({"tensor": 2, "world": 3}, "3 ranks, which is not a multiple of tensor x pipeline = 2"),
+        ({"tensor": 2, "world": 3}, "3 ranks, which is not a multiple of tensor x context x pipeline = 2"),
         ({"expert": 4, "world": 2}, "expert_tensor x expert x pipeline = 4 (training.parallel.expert_tensor 1, training.parallel.expert 4"),
     ],
 )

@@ -47,7 +47,7 @@ def slow_attention(q, k, v, lengths):
 def test_packed_attention_stays_inside_sequences(lengths, groups):
     total = sum(lengths)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, groups, 8), torch.randn(total, groups, 8)
-    out = sdpa_packed(q, k, v, tuple(lengths), 1 / math.sqrt(8))
+    out = sdpa_packed(q, k, v, tuple(zip(lengths, lengths, strict=True)), 1 / math.sqrt(8))
     torch.testing.assert_close(out.double(), slow_attention(q, k, v, lengths), rtol=1e-4, atol=1e-5)
 
 

@@ -21,7 +21,8 @@ from e2e_fp8.orchestration.ranks.channel import Order, RankChannel, batch_tensor
 from e2e_fp8.orchestration.ranks.loss_recipe import PolicyLoss, SupervisedLoss, ValueLoss
 from e2e_fp8.orchestration.ranks.meeting import hand_over
 from e2e_fp8.rank_grid import RankGrid
-from e2e_fp8.training.engine import MegatronEngine, MegatronModel, select_ground
+from e2e_fp8.training.engine import MegatronEngine
+from e2e_fp8.training.megatron_model import MegatronModel, select_ground
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.parallel import start_torch_distributed, world_size
 from e2e_fp8.training.value_engine import ValueEngine
@@ -207,7 +208,7 @@ def _stats_from(row: torch.Tensor) -> TokenStats:
 def answers_forward(grid: RankGrid, rank: int) -> bool:
     """Of the ranks that run the same micro-batches, the first one answers for all; rank 0 asks itself."""
     place = grid.place(rank)
-    return place.tensor == 0 and place.pipeline == 0 and place.data > 0
+    return place.tensor == 0 and place.context == 0 and place.pipeline == 0 and place.data > 0
 
 
 def trainer_gib(device: torch.device) -> float:

@@ -19,7 +19,8 @@ from e2e_fp8.orchestration.ranks.driver import answers_forward, connect, trainer
 from e2e_fp8.orchestration.ranks.loss_recipe import loss_from_json
 from e2e_fp8.orchestration.weight_sync import gathered, held_digests, publish_weights
 from e2e_fp8.rank_grid import RankGrid
-from e2e_fp8.training.engine import MegatronEngine, MegatronModel
+from e2e_fp8.training.engine import MegatronEngine
+from e2e_fp8.training.megatron_model import MegatronModel
 from e2e_fp8.training.microbatches import share_of
 from e2e_fp8.training.parallel import world_size
 from e2e_fp8.training.tile_census import TileCensus, census_of
