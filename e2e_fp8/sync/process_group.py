@@ -17,9 +17,10 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from e2e_fp8.errors import EngineError
 
 _ALIVE = "trainer"
-_GIVEN_UP = "given_up"
 _CHECK_S = 0.2
 """Between two looks at whether the other side still lives."""
+_GIVEN_UP = "given_up"
+"""Note of a rank that left before all was sent."""
 
 
 class BroadcastGroup:
