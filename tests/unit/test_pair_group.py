@@ -1,5 +1,8 @@
 """Ranks of a weight transfer that wait for one which will never send."""
 
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -45,3 +48,29 @@ def test_what_a_rank_watches_ends_its_wait(pair):
     with pytest.raises(EngineError, match="the server says no"):
         pair[0].check_peers()
     pair[1].check_peers()
+
+
+TRAINER = """
+import sys, time
+import torch
+from e2e_fp8.sync.process_group import PairGroup
+port, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=60.0)
+print(port, flush=True)
+group = join()
+print("joined", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_trainer_that_was_killed_ends_the_wait_at_once():
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        group = PairGroup.join("127.0.0.1", int(trainer.stdout.readline()), 1, 2, device=torch.device("cpu"), timeout_s=60.0)
+        assert trainer.stdout.readline() == "joined\n"
+        group.check_peers()
+        trainer.kill()
+        trainer.wait()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="The trainer died while it sent weights"):
+            group.check_peers()
+        assert time.monotonic() - began < 20
