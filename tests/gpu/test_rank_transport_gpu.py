@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from rank_cases import Case, rank_environment, start_apart, write_case
-from test_ranks_to_engines import MAX_BYTES, WIDE, check_transfer
+from test_ranks_to_engines import WIDE, check_transfer
 from tiny_runs import command, records, run, train_command
 
 PROCESS = Path(__file__).with_name("rank_transport_process.py")
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("model", [WIDE, WIDE | {"architecture": "qwen3"}], ids=["moe", "dense"])
 def test_rectangles_go_from_one_gpu_to_another(model, tmp_path):
-    case = Case(world=1, model=model, steps=1, backend="cuda", more={"engines": 1, "max_bytes": MAX_BYTES})
+    case = Case(world=1, model=model, steps=1, backend="cuda", more={"engines": 1, "max_bytes": 80 << 10})
     write_case(case, tmp_path / "out")
     start_apart(case, tmp_path / "out", engines=1)
     check_transfer(case, tmp_path / "out", engines=1)

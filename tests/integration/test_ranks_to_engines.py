@@ -167,8 +167,8 @@ def check_transfer(case: Case, folder: Path, *, engines: int = 2) -> None:
     assert sum(one["messages"] > 1 for one in reports[: case.world]) >= min(2, case.world)
     assert all(one["messages"] > 1 for one in reports[case.world :])
     for one in reports:
-        assert one["buffer_bytes"] <= 2 * MAX_BYTES
-        assert one["largest_allocation"] <= MAX_BYTES < largest_tensor
+        assert one["buffer_bytes"] <= 2 * case.more["max_bytes"]
+        assert one["largest_allocation"] <= case.more["max_bytes"] < largest_tensor
 
 
 @pytest.mark.parametrize(
