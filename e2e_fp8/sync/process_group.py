@@ -19,6 +19,7 @@ from e2e_fp8.errors import EngineError
 _ALIVE = "trainer"
 _CHECK_S = 0.2
 """Between two looks at whether the other side still lives."""
+_ARRIVED = "arrived"
 _GIVEN_UP = "given_up"
 """Note of a rank that left before all was sent."""
 
@@ -46,8 +47,11 @@ class BroadcastGroup:
             self._group = ProcessGroupGloo(prefixed, rank, size, options)
 
     @classmethod
-    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[[], Self]]:
-        """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone."""
+    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[..., Self]]:
+        """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone.
+
+        The call may be given a ``check``, made now and then while ranks are missing; what it raises ends the wait.
+        """
         listener = socket.socket()
         listener.bind((host, 0))
         listener.listen()
@@ -62,12 +66,23 @@ class BroadcastGroup:
             master_listen_fd=listener.detach(),
         )
         store.set(_ALIVE, "1")
-        return port, lambda: cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
+
+        def join(check: Callable[[], None] = lambda: None) -> Self:
+            deadline, others = time.monotonic() + timeout_s, [f"{_ARRIVED}/{rank}" for rank in range(1, size)]
+            while others and not store.check(others):
+                check()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not all of {size} ranks came within {timeout_s:g} s")
+                time.sleep(2e-3)
+            return cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
+
+        return port, join
 
     @classmethod
     def join(cls, host: str, port: int, rank: int, size: int, *, device: torch.device, timeout_s: float) -> Self:
         """Join the trainer's group from an engine rank."""
         store = TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        store.set(f"{_ARRIVED}/{rank}", "1")
         local = "127.0.0.1" if host == "127.0.0.1" else _address_towards(host, port)
         return cls(store, rank, size, device=device, host=local, timeout_s=timeout_s)
 

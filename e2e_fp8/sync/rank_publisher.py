@@ -220,10 +220,17 @@ class RankPublisher:
         with ThreadPoolExecutor(1) as poster:
             posted = poster.submit(self._root.open_channel, {"channel": CHANNEL, "parameters": place}) if self._rank == 0 else None
             try:
-                group = join() if join is not None else PairGroup.join(self._host, place["port"], self._rank, size, **options)
+                if join is None:
+                    group = PairGroup.join(self._host, place["port"], self._rank, size, **options)
+                else:
+                    group = join(lambda: None if posted is None else _raise_failure(posted))
+            except EngineError as error:
+                # its frames would keep the rendezvous open
+                failure = error.with_traceback(None)
             except RuntimeError as error:
                 failure = EngineError(f"Trainer rank {self._rank} and the rollout engine did not meet in one process group ({error}).")
-            # The server's own sentence says more than the time-outs that follow from it.
+            # With the rendezvous, which this closes, ends the wait of the others; the server's own sentence says more than theirs.
+            join = None
             self._on_root(lambda: None if posted is None else posted.result())
         for error in self._from_all(failure):
             if error is not None:

@@ -170,7 +170,10 @@ class Served:
         token = self.process.log.parent / "server.token"
         device = "cuda:0" if self.cfg.run.backend == "cuda" else "cpu"
         words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase, device]
-        trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
+        # as the command line sets it: warnings of C++ name nothing that a user can act on
+        environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, HERE / "publisher_process.py", *map(str, words)]
+        trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         deadline = time.monotonic() + 300
         while not hold.exists():
             assert trainer.poll() is None, trainer.communicate()[1]

@@ -69,7 +69,7 @@ def kill_server(served: Served, transport: str, phase: str, seed: int, version: 
     (served.root / "hold").unlink()
     _, told = trainer.communicate(timeout=120)
     assert trainer.returncode == 2, told
-    assert told.startswith("EngineError: ")
+    assert told.startswith("EngineError: "), told
     assert len(told.splitlines()) == 1
 
 

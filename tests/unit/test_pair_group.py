@@ -62,6 +62,19 @@ time.sleep(600)
 """
 
 
+def test_who_waits_for_ranks_that_do_not_come_looks_at_something_else_meanwhile():
+    _, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=60.0)
+
+    def fail() -> None:
+        raise EngineError("the server is gone")
+
+    with pytest.raises(EngineError, match="the server is gone"):
+        join(fail)
+    _, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=0.1)
+    with pytest.raises(RuntimeError, match=r"not all of 2 ranks came within 0\.1 s"):
+        join()
+
+
 def test_a_trainer_that_was_killed_ends_the_wait_at_once():
     with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
