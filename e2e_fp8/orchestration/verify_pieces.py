@@ -2,10 +2,11 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from e2e_fp8.config.hf import to_hf_config
@@ -19,9 +20,11 @@ from e2e_fp8.rollout.rank_layout import check_whole_tiles
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, manifest_of
 from e2e_fp8.types import ExportedTensor
 
-_PIECE = re.compile(r"(?P<parameter>[^\[]+)(?:\[(?P<expert>\d+)\])?\[(?P<area>\d+:\d+(?:,\d+:\d+)?)\]@(?P<rank>\d+)")
+_PIECE = re.compile(r"(?P<parameter>[^\[]+)(?:\[(?P<expert>\d+)\])?\[(?P<rows>\d+:\d+),(?P<cols>\d+:\d+)\]@(?P<rank>\d+)")
 _Place = tuple[int, str]
 """Engine rank and parameter."""
+_Area = tuple[range, range]
+"""Rows and columns of a matrix."""
 
 
 @dataclass
@@ -32,8 +35,8 @@ class _Parameter:
     dtype: torch.dtype
     missing: int = 0
     """Parts that have not come."""
-    names: list[str] = field(default_factory=list)
-    """Pieces of the receipt."""
+    pieces: list[tuple[str, int | None, _Area]] = field(default_factory=list)
+    """Name, expert and place of the receipt's pieces."""
     values: torch.Tensor | None = None
 
 
@@ -86,20 +89,47 @@ def _layout(
 
 
 def _assign(table: Manifest, parameters: dict[_Place, _Parameter]) -> None:
-    """Give every piece to its parameter. Raises UserError unless the pieces are exactly all elements of all parameters."""
-    left = {place: torch.Size(parameter.shape).numel() for place, parameter in parameters.items()}
+    """Give every piece to its parameter. Raises UserError unless every element of every parameter is in exactly one piece."""
     for name, record in table.tensors.items():
         match = _PIECE.fullmatch(name)
         place = (int(match["rank"]), match["parameter"]) if match else None
-        if place not in parameters:
+        if match is None or place not in parameters:
             raise UserError(f"The receipt names {name}, which is no piece of this model at these sizes: config.yaml is not that run's.")
-        parameters[place].names.append(name)
-        left[place] -= torch.Size(record.shape).numel()
-    wrong = [f"{parameter}@{rank}" for (rank, parameter), elements in left.items() if elements]
+        rows, cols = (range(*map(int, match[span].split(":"))) for span in ("rows", "cols"))
+        if record.shape != (len(rows), len(cols)):
+            raise UserError(f"The receipt has {name} as {list(record.shape)}, which is not what the name says: it was altered.")
+        parameters[place].pieces.append((name, None if match["expert"] is None else int(match["expert"]), (rows, cols)))
+    wrong = [f"{name}@{rank}" for (rank, name), parameter in parameters.items() if not _is_cut(parameter)]
     if wrong:
         raise UserError(
-            f"The receipt's pieces are not all of {len(wrong)} parameters of the engine, {wrong[:4]} among them: it is not this model's."
+            f"The receipt's pieces do not make up {len(wrong)} parameters of the engine, {wrong[:4]} among them, each element once: it is "
+            "not this model's."
         )
+
+
+def _is_cut(parameter: _Parameter) -> bool:
+    """Whether the pieces of every matrix of the parameter hold each of its elements once."""
+    *experts, rows, cols = parameter.shape
+    matrices: dict[int | None, list[_Area]] = {expert: [] for expert in (range(experts[0]) if experts else [None])}
+    for _, expert, area in parameter.pieces:
+        if expert not in matrices:
+            return False
+        matrices[expert].append(area)
+    return all(cuts_exactly(areas, rows, cols) for areas in matrices.values())
+
+
+def cuts_exactly(areas: Sequence[_Area], rows: int, cols: int) -> bool:
+    """Whether every element of a matrix ``[rows, cols]`` is in exactly one of ``areas``, and nothing else is in any."""
+    row_edges = sorted({0, rows, *(edge for area, _ in areas for edge in (area.start, area.stop))})
+    col_edges = sorted({0, cols, *(edge for _, area in areas for edge in (area.start, area.stop))})
+    if (row_edges[-1], col_edges[-1]) != (rows, cols):
+        return False
+    row_at, col_at = ({edge: index for index, edge in enumerate(edges)} for edges in (row_edges, col_edges))
+    # between two edges all elements are in the same pieces, so one count stands for them
+    counts = np.zeros((len(row_edges) - 1, len(col_edges) - 1), dtype=np.int64)
+    for row, col in areas:
+        counts[row_at[row.start] : row_at[row.stop], col_at[col.start] : col_at[col.stop]] += 1
+    return bool((counts == 1).all())
 
 
 def _fill(parameter: _Parameter, start: tuple[int, ...], slot: TensorSlot, entry: ExportedTensor) -> None:
@@ -120,11 +150,8 @@ def _digested(parameter: _Parameter) -> dict[str, TensorRecord]:
     """Records of the parameter's pieces; its memory is let go."""
     assert parameter.values is not None
     pieces = []
-    for name in parameter.names:
-        match = _PIECE.fullmatch(name)
-        assert match is not None
-        area = tuple(slice(*map(int, span.split(":"))) for span in match["area"].split(","))
-        whole = parameter.values if match["expert"] is None else parameter.values[int(match["expert"])]
-        pieces.append(ExportedTensor(name=name, tensor=whole[area]))
+    for name, expert, (rows, cols) in parameter.pieces:
+        whole = parameter.values if expert is None else parameter.values[expert]
+        pieces.append(ExportedTensor(name=name, tensor=whole[rows.start : rows.stop, cols.start : cols.stop]))
     parameter.values = None
     return manifest_of(pieces, covered="all").tensors

@@ -6,6 +6,7 @@ The only place where the ``nccl`` transport depends on the device. Rank 0 is the
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -21,6 +22,9 @@ NCCL_CTAS = 32
 link that a peer copy fills. ``NCCL_MIN_CTAS`` in the environment of both sides goes first."""
 _CHECK_S = 0.2
 """Between two looks at whether the other side still lives."""
+_ARRIVED = "arrived"
+_GIVEN_UP = "given_up"
+"""Note of a rank that left before all was sent."""
 
 
 class BroadcastGroup:
@@ -48,8 +52,11 @@ class BroadcastGroup:
             self._group = ProcessGroupGloo(prefixed, rank, size, options)
 
     @classmethod
-    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[[], Self]]:
-        """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone."""
+    def listen(cls, host: str, size: int, *, device: torch.device, timeout_s: float) -> tuple[int, Callable[..., Self]]:
+        """(port, call that joins as rank 0 and blocks until all ``size`` ranks have). Listens on ``host`` alone.
+
+        The call may be given a ``check``, made now and then while ranks are missing; what it raises ends the wait.
+        """
         listener = socket.socket()
         listener.bind((host, 0))
         listener.listen()
@@ -64,12 +71,23 @@ class BroadcastGroup:
             master_listen_fd=listener.detach(),
         )
         store.set(_ALIVE, "1")
-        return port, lambda: cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
+
+        def join(check: Callable[[], None] = lambda: None) -> Self:
+            deadline, others = time.monotonic() + timeout_s, [f"{_ARRIVED}/{rank}" for rank in range(1, size)]
+            while others and not store.check(others):
+                check()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not all of {size} ranks came within {timeout_s:g} s")
+                time.sleep(2e-3)
+            return cls(store, 0, size, device=device, host=host, timeout_s=timeout_s)
+
+        return port, join
 
     @classmethod
     def join(cls, host: str, port: int, rank: int, size: int, *, device: torch.device, timeout_s: float) -> Self:
         """Join the trainer's group from an engine rank."""
         store = TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        store.set(f"{_ARRIVED}/{rank}", "1")
         local = "127.0.0.1" if host == "127.0.0.1" else _address_towards(host, port)
         return cls(store, rank, size, device=device, host=local, timeout_s=timeout_s)
 
@@ -123,6 +141,9 @@ class BroadcastGroup:
 class PairGroup(BroadcastGroup):
     """Messages between any two ranks, one agreement of all, and notes that rank 0 looks for."""
 
+    watch: Callable[[], None] | None = None
+    """Called now and then while this rank waits on a GPU; what it raises ends the wait. On a CPU a lost connection does."""
+
     def note(self, name: str) -> None:
         """Leave a note for the others; seen at once, whatever messages are under way."""
         self._store.set(name, "1")
@@ -133,31 +154,47 @@ class PairGroup(BroadcastGroup):
 
     def send(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start sending ``buffer`` (uint8) to ``rank``; call the result before the buffer is written again."""
-        return self._finisher(self._group.send([buffer], rank, 0), rank)
+        return self._started(lambda: self._group.send([buffer], rank, 0), rank)
 
     def receive(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start receiving the next message of ``rank`` into ``buffer`` (uint8); call the result before it is read."""
-        return self._finisher(self._group.recv([buffer], rank, 0), rank)
+        return self._started(lambda: self._group.recv([buffer], rank, 0), rank)
 
     def smallest(self, values: list[int]) -> list[int]:
         """Of each value (64-bit, signed) the smallest of all ranks. Raises EngineError when a rank is gone."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MIN  # pyright: ignore[reportAttributeAccessIssue]
-        self._finisher(self._group.allreduce([tensor], options), None)()
+        self._started(lambda: self._group.allreduce([tensor], options), None)()
         return tensor.tolist()
 
-    def _finisher(self, work: Any, rank: int | None) -> Callable[[], None]:
-        """A call that blocks until ``work`` is done and raises EngineError when it cannot be."""
+    def give_up(self) -> None:
+        """Leave the group; ranks that wait for this one are told."""
+        with suppress(RuntimeError):
+            self.note(_GIVEN_UP)
+        self.abort()
 
-        def finish() -> None:
+    def check_peers(self) -> None:
+        """Raise EngineError, after leaving the group, when what this rank waits for cannot come any more."""
+        self.check_trainer()
+        if self.has_notes([_GIVEN_UP]):
+            self.abort()
+            raise EngineError("Another rank gave the weight transfer up, see its message; the weights are incomplete: transfer again.")
+        if self.watch is not None:
+            self.watch()
+
+    def _started(self, start: Callable[[], Any], rank: int | None) -> Callable[[], None]:
+        """Start a call of the library; a call that blocks until it is done. Both raise EngineError when it cannot be."""
+
+        def guarded[T](step: Callable[[], T]) -> T:
             try:
-                self.finish(work, self.check_trainer)
+                return step()
             except RuntimeError as error:
                 who = "A rank" if rank is None else f"Rank {rank}"
                 raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
 
-        return finish
+        work = guarded(start)
+        return lambda: guarded(lambda: self.finish(work, self.check_peers))
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -28,6 +28,7 @@ from e2e_fp8.sync.process_group import PairGroup
 from e2e_fp8.sync.publisher import PhaseClock, PublishReport
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, dtype_name
 from e2e_fp8.sync.reshard import outgoing, piece_names
+from e2e_fp8.sync.shared_buffers import device_uuid
 
 CHANNEL = "ranks"
 _POLL_S = 2e-3
@@ -66,21 +67,30 @@ class RankPublisher:
     ) -> None:
         """``tensors``: every Hugging Face tensor of the model; ``host``: rank 0's address, for the other ranks and the engine.
 
-        Raises ConfigError, on every rank, when the server's ranks are not those of the plan.
+        Raises ConfigError, on every rank, when the server's ranks are not those of the plan, or share a GPU with a trainer rank.
         """
         self._control, self._plan, self._rank, self._device = control, plan, rank, device
         self._timeout_s, self._max_bytes, self._host = timeout_s, max_bytes, host
         self._manifest = announced(tensors)
         self._group: PairGroup | None = None
         self._turn = 0
-        self._on_root(self._check_server)
+        gpus = self._from_all(device_uuid(device.index or 0) if device.type == "cuda" else "")
+        self._on_root(lambda: self._check_server(gpus))
 
-    def _check_server(self) -> None:
+    def _check_server(self, trainer_gpus: Sequence[str]) -> None:
         found, wanted = len(self._root.workers), self._plan.rollout.world_size
         if found != wanted:
             raise ConfigError(
                 f"The rollout server has {found} ranks, but the plan sends to {wanted}: set rollout.tensor_parallel to {found}."
             )
+        for engine_rank, worker in enumerate(self._root.workers):
+            gpu = worker["device_uuid"]
+            if gpu and gpu in trainer_gpus:
+                raise ConfigError(
+                    f"Trainer rank {trainer_gpus.index(gpu)} and rollout rank {engine_rank} share GPU {gpu}, and NCCL refuses two ranks of "
+                    "a group on one GPU: with sync.transport=ranks set rollout.server_devices to GPUs that no trainer rank uses, or use "
+                    "transport ipc."
+                )
 
     @property
     def _root(self) -> UpdateControl:
@@ -162,6 +172,7 @@ class RankPublisher:
             if self._rank == 0:
                 update = {"buckets": list(range(len(manifest.buckets))), "turn": self._turn}
                 posted = poster.submit(self._root.announce, manifest, update, first=True, last=True, in_flight=in_flight)
+            group.watch = None if posted is None else lambda: _raise_failure(posted)
             try:
                 self._on_root(lambda: self._wait_for_engine(posted, group))
                 report = send(
@@ -209,10 +220,17 @@ class RankPublisher:
         with ThreadPoolExecutor(1) as poster:
             posted = poster.submit(self._root.open_channel, {"channel": CHANNEL, "parameters": place}) if self._rank == 0 else None
             try:
-                group = join() if join is not None else PairGroup.join(self._host, place["port"], self._rank, size, **options)
+                if join is None:
+                    group = PairGroup.join(self._host, place["port"], self._rank, size, **options)
+                else:
+                    group = join(lambda: None if posted is None else _raise_failure(posted))
+            except EngineError as error:
+                # its frames would keep the rendezvous open
+                failure = error.with_traceback(None)
             except RuntimeError as error:
                 failure = EngineError(f"Trainer rank {self._rank} and the rollout engine did not meet in one process group ({error}).")
-            # The server's own sentence says more than the time-outs that follow from it.
+            # With the rendezvous, which this closes, ends the wait of the others; the server's own sentence says more than theirs.
+            join = None
             self._on_root(lambda: None if posted is None else posted.result())
         for error in self._from_all(failure):
             if error is not None:
@@ -258,7 +276,7 @@ class RankPublisher:
 
     def _drop_group(self) -> None:
         if self._group is not None:
-            self._group.abort()
+            self._group.give_up()
             self._group = None
 
     def _forget(self) -> None:
@@ -271,6 +289,12 @@ class RankPublisher:
         if self._control is not None:
             self._control.close_channel()
         self._forget()
+
+
+def _raise_failure(posted: Future) -> None:
+    """What the server has answered, if that is an error; without it a rank of the engine that died would be waited for."""
+    if posted.done():
+        posted.result()
 
 
 def ready_note(turn: int, engine_rank: int) -> str:

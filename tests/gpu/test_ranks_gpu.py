@@ -1,6 +1,5 @@
 """Trainers of two ranks on two GPUs (NCCL, Transformer Engine): bytes against the slow reference, and the step of one rank."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-from rank_cases import MODEL, SCRIPT, Case, free_port, rank_environment, whole_weights
+from rank_cases import MODEL, Case, start_apart, whole_weights
 from test_loop_ranks import GRIDS as LOOP_GRIDS
 from test_loop_ranks import check_loop, torchrun
 from test_ranks import CASES, SHARED, check_bytes, check_equal_log_probs, check_step, run_torchrun, write_case
@@ -58,10 +57,7 @@ def test_each_rank_sends_its_rectangles_straight_to_the_engine_ranks(grid, tmp_p
     more = {"engines": 2, "max_bytes": MAX_BYTES}
     case = Case(**GRIDS[grid], model=WIDE, steps=1, rollout_tp=2, backend="cuda", more=more)
     write_case(case, tmp_path / "out")
-    line = f"{case.world} {free_port()} {tmp_path / 'out'}\n"
-    done = subprocess.run([sys.executable, SCRIPT], input=line, capture_output=True, text=True, timeout=500, env=rank_environment())
-    failed = [f.read_text() for pattern in ("failed-*", "refused-*") for f in (tmp_path / "out").glob(pattern)]
-    assert done.stdout.strip() == "[0, 0, 0, 0]", "\n".join(failed) or done.stderr[-3000:]
+    start_apart(case, tmp_path / "out", engines=2)
     check_transfer(case, tmp_path / "out")
 
 

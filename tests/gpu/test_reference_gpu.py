@@ -1,10 +1,12 @@
 """The frozen reference in its own precision on a Hopper GPU, in a fresh process: Transformer Engine reads the scale kind at import."""
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from fresh_process import run_fresh
 
 SCRIPT = """
 import sys
@@ -13,7 +15,7 @@ import torch
 from e2e_fp8.config.root import Config
 from e2e_fp8.orchestration.session import Session
 from e2e_fp8.training.engine import MegatronEngine
-from e2e_fp8.types import PackedBatch
+from training_cases import fresh_generator, nll, random_batch, trained_tokens
 
 architecture, training, reference = sys.argv[1:]
 cfg = Config.model_validate({
@@ -22,21 +24,12 @@ cfg = Config.model_validate({
     "objective": {"kl_coef": 0.1, "reference_precision": reference},
     "run": {"backend": "cuda"},
 })
-lengths = [30, 41, 9]
-tokens = torch.randint(0, cfg.model.vocab_size, (sum(lengths),))
-cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-mask = torch.ones(len(tokens))
-mask[(cu_seqlens[1:] - 1).long()] = 0
-zeros = torch.zeros(len(tokens))
-batch = PackedBatch(
-    token_ids=tokens, position_ids=torch.cat([torch.arange(n) for n in lengths]), cu_seqlens=cu_seqlens, targets=tokens.roll(-1),
-    loss_mask=mask, advantages=zeros, rollout_log_probs=zeros, old_log_probs=zeros,
-)
+batch = random_batch([30, 41, 9], fresh_generator(), cfg.model.vocab_size)
 policy = MegatronEngine(cfg)
 policy.set_learning_rate(1e-3)
 
 def step():
-    return policy.train_step([batch], lambda stats, b: (-(stats.log_probs * b.loss_mask).sum(), {}), float(mask.sum()))
+    return policy.train_step([batch], nll, trained_tokens([batch]))
 
 assert not step().skipped and not step().skipped
 session = Session(cfg=cfg, task=None, trainer=policy, model_dir=Path())
@@ -63,8 +56,4 @@ print("ok", float((own - frozen).abs().mean()))
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("training", "reference"), [("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8")])
 def test_it_has_the_masters_of_the_policy_in_its_own_precision_and_stays(architecture, training, reference):
-    environment = {**os.environ, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    command = [sys.executable, "-c", SCRIPT, architecture, training, reference]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert "ok" in result.stdout
+    run_fresh(SCRIPT, architecture, training, reference)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,33 +20,42 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from stock_vllm_process import MAX_TOKENS, STOCK_ARGS, STOCK_ENVIRONMENT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+from e2e_fp8.config.load import load_config
+from e2e_fp8.tasks.dataset import load_task
+from e2e_fp8.types import Prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
+PROCESS = ROOT / "tests" / "gpu" / "stock_vllm_process.py"
+PROMPTS = 4
+CONFIGS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("quickstart_dense", "quickstart")]
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=500, cwd=ROOT)
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, (done.stdout[-1000:], done.stderr[-4000:])
     return done
 
 
-@pytest.fixture(scope="module", params=["quickstart_dense", "quickstart"])
-def offline(request, tmp_path_factory) -> dict[str, Any]:
-    """A trained and exported policy, its prompts and its samples, and what stock vLLM makes of it in process."""
-    folder = tmp_path_factory.mktemp("stock")
-    sets = {"run.out_dir": folder, "run.name": "r", "run.steps": 3, "run.checkpoint_interval": 3, "run.eval_interval": 3}
-    sets |= {"rollout.kv_cache_gib": 4, "run.backend": "cuda"}
-    words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    run("-m", "e2e_fp8.cli.main", "train", f"configs/{request.param}.yaml", *words)
+@pytest.fixture(scope="module", params=CONFIGS)
+def served(request, tmp_path_factory) -> Iterator[dict[str, Any]]:
+    """A trained and exported policy and held-out prompts, what stock vLLM makes of them in process, and its server, started meanwhile."""
+    folder, config = tmp_path_factory.mktemp("stock"), f"configs/{request.param}.yaml"
+    sets = {"run.out_dir": folder, "run.name": "r", "run.steps": 1, "run.checkpoint_interval": 1, "run.eval_interval": 0}
+    # few sequences at once, so few DeepGEMM kernels to compile
+    sets |= {"rollout.prompts_per_step": 8, "rollout.group_size": 4, "rollout.max_num_seqs": 32, "training.minibatches_per_step": 1}
+    sets |= {"rollout.kv_cache_gib": 4, "run.backend": "cuda", "run.tensorboard": False}
+    overrides = [f"{key}={value}" for key, value in sets.items()]
+    run("-m", "e2e_fp8.cli.main", "train", config, *(word for item in overrides for word in ("--set", item)))
     run("-m", "e2e_fp8.cli.main", "export", folder / "r", "--out", folder / "hf")
-    samples = [json.loads(line) for line in (folder / "r" / "samples.jsonl").read_text().splitlines()]
-    from e2e_fp8.tasks.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(folder / "hf")
-    prompts = [list(tokenizer.encode_prompt(s["prompt"])) for s in samples]
-    (folder / "hf" / "prompts.json").write_text(json.dumps(prompts))
-    result = json.loads(run(ROOT / "tests/gpu/stock_vllm_process.py", folder / "hf").stdout.splitlines()[-1])
-    return result | {"checkpoint": folder / "hf", "prompts": prompts, "samples": samples}
+    task = load_task(load_config(ROOT / config, overrides))
+    prompts = task.held_out[:PROMPTS]
+    task.close()
+    (folder / "hf" / "prompts.json").write_text(json.dumps([list(p.token_ids) for p in prompts]))
+    token = secrets.token_urlsafe(32)
+    with stock_server(folder / "hf", token) as (url, await_server):
+        offline = json.loads(run(PROCESS, folder / "hf").stdout.splitlines()[-1])
+        yield offline | {"prompts": prompts, "url": url, "token": token, "await_server": await_server}
 
 
 def post(url: str, body: dict[str, Any], token: str | None) -> tuple[int, dict[str, Any]]:
@@ -73,8 +82,8 @@ def await_health(url: str, server: subprocess.Popen, log: Path, timeout_s: float
 
 
 @contextmanager
-def stock_server(checkpoint: Path, token: str) -> Iterator[str]:
-    """URL of vLLM's own OpenAI server of ``checkpoint``, ended with everything that it started."""
+def stock_server(checkpoint: Path, token: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """vLLM's own OpenAI server of ``checkpoint``: its URL, and what waits until it answers. Ended with everything that it started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,8 +96,7 @@ def stock_server(checkpoint: Path, token: str) -> Iterator[str]:
         environ = os.environ | STOCK_ENVIRONMENT
         server = subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
-        await_health(url, server, log, 500)
-        yield url
+        yield url, lambda: await_health(url, server, log, 200)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         try:
@@ -98,33 +106,31 @@ def stock_server(checkpoint: Path, token: str) -> Iterator[str]:
             server.wait()
 
 
-def assert_letters_of_the_task(samples: list[dict[str, Any]], texts: list[str]) -> None:
+def assert_letters_of_the_task(prompts: list[Prompt], texts: list[str]) -> None:
     """The warm start has taught the task in part; an unread or scrambled checkpoint spells none of these words."""
-    letters = [set(s["answer"]) & set(text) for s, text in zip(samples, texts, strict=True)]
-    assert all(letters)
+    print(list(zip([prompt.text[-40:] for prompt in prompts], texts, strict=True)))
+    assert all(set(prompt.answer) & set(text) for prompt, text in zip(prompts, texts, strict=True))
 
 
-def test_stock_vllm_serves_the_exported_bytes(offline):
-    assert offline["tensors"] > 10
-    assert offline["different"] == []
-    assert_letters_of_the_task(offline["samples"], offline["texts"])
-    print(list(zip([s["prompt"][-40:] for s in offline["samples"]], offline["texts"], strict=True)))
+def test_stock_vllm_serves_the_exported_bytes(served):
+    assert served["tensors"] > 10
+    assert served["different"] == []
+    assert_letters_of_the_task(served["prompts"], served["texts"])
 
 
-def test_stock_server_gives_the_same_answers_over_http(offline):
+def test_stock_server_gives_the_same_answers_over_http(served):
     """``vllm serve`` of the exported folder, with a token and without this package: what users of a checkpoint do."""
-    token, texts, ids = secrets.token_urlsafe(32), [], []
+    token, url, texts, ids = served["token"], served["url"], [], []
     body = {"model": "policy", "temperature": 0.0, "max_tokens": MAX_TOKENS, "return_token_ids": True}
-    with stock_server(offline["checkpoint"], token) as url:
-        for wrong in (None, token[:-1], token + "x"):
-            status, answer = post(url, body | {"prompt": offline["prompts"][0]}, wrong)
-            assert (status, "choices" in answer) == (401, False)
-        for prompt in offline["prompts"]:
-            status, answer = post(url, body | {"prompt": prompt}, token)
-            assert status == 200, answer
-            texts.append(answer["choices"][0]["text"])
-            ids.append(answer["choices"][0]["token_ids"])
-    assert ids == offline["ids"]
-    assert texts == offline["texts"]
-    assert_letters_of_the_task(offline["samples"], texts)
-    print(list(zip([s["prompt"][-40:] for s in offline["samples"]], texts, strict=True)))
+    served["await_server"]()
+    for wrong in (None, token[:-1], token + "x"):
+        status, answer = post(url, body | {"prompt": list(served["prompts"][0].token_ids)}, wrong)
+        assert (status, "choices" in answer) == (401, False)
+    for prompt in served["prompts"]:
+        status, answer = post(url, body | {"prompt": list(prompt.token_ids)}, token)
+        assert status == 200, answer
+        texts.append(answer["choices"][0]["text"])
+        ids.append(answer["choices"][0]["token_ids"])
+    assert ids == served["ids"]
+    assert texts == served["texts"]
+    assert_letters_of_the_task(served["prompts"], texts)

@@ -1,52 +1,70 @@
 """A trainer that publishes once, and stops at one phase for as long as a file exists.
 
-Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE PHASE``. It creates HOLD_FILE when it
-has come to PHASE: ``open``, the server has accepted the names and nothing else; ``halfway``, two buckets are packed or broadcast, or the
-checkpoint of the disk transport is half written; ``receipt``, all bytes are there and none is compared; ``resume``, all are compared.
+Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE PHASE DEVICE``. It creates HOLD_FILE
+when it has come to PHASE: ``open``, the server has accepted the names and nothing else; ``halfway``, two buckets are packed, broadcast or
+sent, or the checkpoint of the disk transport is half written; ``receipt``, all bytes are there and none is compared; ``resume``, all
+are compared.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import case_config, exported, random_weights
+from integration.server_cases import case_config, exported, own_shares, random_weights, shares_publisher
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.sync import buckets
 from e2e_fp8.sync.control import UpdateControl
-from e2e_fp8.sync.process_group import BroadcastGroup
+from e2e_fp8.sync.process_group import BroadcastGroup, PairGroup
 from e2e_fp8.sync.publisher import WeightPublisher
+from e2e_fp8.sync.rank_publisher import RankPublisher
 
 
-def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str, phase: str) -> int:
-    done, pack, broadcast = 0, buckets.pack, BroadcastGroup.broadcast
+def replaced(owner: Any, name: str, before: Callable[[], None]) -> None:
+    """Have ``owner.name`` call ``before`` first."""
+    call = getattr(owner, name)
+
+    def both(*args: Any, **options: Any) -> Any:
+        before()
+        return call(*args, **options)
+
+    setattr(owner, name, both)
+
+
+def stop_at(phase: str, hold: Path) -> Callable[[], None]:
+    """Patch what comes after ``phase`` so that it waits; the wait itself, for what is not patched here."""
+    done = 0
 
     def wait_here() -> None:
-        Path(hold).touch()
-        while Path(hold).exists():
+        hold.touch()
+        while hold.exists():
             time.sleep(0.02)
 
     def count() -> None:
         nonlocal done
-        if done == 2 and phase == "halfway":
+        if done == 2:
             wait_here()
         done += 1
 
-    def slow_pack(*args) -> None:
-        count()
-        pack(*args)
+    if phase == "halfway":
+        for owner, name in ((buckets, "pack"), (BroadcastGroup, "broadcast"), (PairGroup, "send")):
+            replaced(owner, name, count)
+    elif phase == "receipt":
+        for owner in (WeightPublisher, RankPublisher):
+            replaced(owner, "_receipt", wait_here)
+    else:
+        replaced(UpdateControl, {"open": "open_channel", "resume": "resume"}[phase], wait_here)
+    return wait_here
 
-    def slow_broadcast(*args):
-        count()
-        return broadcast(*args)
 
-    buckets.pack = slow_pack
-    BroadcastGroup.broadcast = slow_broadcast
-    write = checkpoint_writer(Path(model))
+def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str, phase: str, device: str) -> int:
+    wait_here, write = stop_at(phase, Path(hold)), checkpoint_writer(Path(model))
 
     def slow_write(folder, tensors, policy_version) -> None:
         (folder.with_name(folder.name + ".partial")).mkdir(parents=True)
@@ -54,31 +72,16 @@ def main(url: str, token_file: str, model: str, transport: str, seed: str, versi
             wait_here()
         write(folder, tensors, policy_version)
 
-    def held(call):
-        def wait_and_call(*args, **options):
-            wait_here()
-            return call(*args, **options)
-
-        return wait_and_call
-
-    if phase == "open":
-        UpdateControl.open_channel = held(UpdateControl.open_channel)
-    elif phase == "receipt":
-        WeightPublisher._receipt = held(WeightPublisher._receipt)
-    elif phase == "resume":
-        UpdateControl.resume = held(UpdateControl.resume)
+    where, token, cfg = torch.device(device), Path(token_file).read_text(), case_config()
+    weights = {name: tensor.to(where) for name, tensor in random_weights(cfg, int(seed)).items()}
     try:
-        publisher = WeightPublisher(
-            url,
-            Path(token_file).read_text(),
-            transport=transport,
-            device=torch.device("cpu"),
-            max_bucket_bytes=256 << 10,
-            folder=Path(hold).parent / "sync",
-            write_folder=slow_write,
-            timeout_s=60,
-        )
-        publisher.publish(exported(random_weights(case_config(), int(seed))), policy_version=int(version))
+        if transport == "ranks":
+            publisher = shares_publisher(url, token, cfg, where)
+            publisher.publish(*own_shares(cfg, weights), policy_version=int(version))
+        else:
+            options = {"max_bucket_bytes": 256 << 10, "folder": Path(hold).parent / "sync", "write_folder": slow_write, "timeout_s": 60}
+            publisher = WeightPublisher(url, token, transport=transport, device=where, **options)
+            publisher.publish(exported(weights), policy_version=int(version))
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

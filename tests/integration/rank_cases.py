@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +82,22 @@ def write_case(case: Case, out: Path) -> None:
 
 def rank_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+
+
+def start_apart(case: Case, out: Path, *, engines: int) -> None:
+    """Every trainer and engine rank of ``case`` in a process that was not forked, as CUDA needs it, each on its own GPU."""
+    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(case.world)}
+    ranks = []
+    for rank in range(case.world + engines):
+        environment = rank_environment() | ports | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen([sys.executable, str(SCRIPT), str(out)], stderr=subprocess.PIPE, text=True, env=environment))
+    try:
+        told = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    failed = [f.read_text() for pattern in ("failed-*", "refused-*") for f in out.glob(pattern)]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(failed or told)
 
 
 def held(folder: Path, world: int, when: str) -> list[dict[str, torch.Tensor]]:

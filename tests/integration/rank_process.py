@@ -210,12 +210,12 @@ class DyingGroup(PairGroup):
 
     messages = 0
 
-    def _finisher(self, work, rank):
+    def _started(self, start, rank):
         if rank is not None:
             self.messages += 1
             if self.messages > 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super()._finisher(work, rank)
+        return super()._started(start, rank)
 
 
 def device_of(case: dict) -> torch.device:
@@ -270,7 +270,7 @@ def run_engine(case: dict, rank: int, world: int, out: Path) -> None:
     group = pair_group(world + rank, case, world, out)
     with LargestAllocation() as seen:
         options = {
-            "device": torch.device("cpu"),
+            "device": device,
             "policy_version": case.get("engine_version", case["steps"]),
             "max_bytes": case["max_bytes"],
         }

@@ -19,14 +19,19 @@ from rollout_engine_process import exported, hf_config, random_weights
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.export.policy_folder import checkpoint_writer
+from e2e_fp8.layout import EngineParallel, MegatronParallel, hf_tensors, megatron_shards
+from e2e_fp8.layout.plan import Plan
+from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.environment import rollout_environment
 from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flags
 from e2e_fp8.rollout.worker_extension import WorkerExtension
+from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.rank_publisher import RankPublisher
 
-__all__ = ["Served", "assert_live", "case_config", "exported", "generate", "random_weights", "start_server", "write_model"]
+__all__ = ["Served", "assert_live", "case_config", "exported", "generate", "random_weights"]
 HERE = Path(__file__).resolve().parent
 
 
@@ -94,11 +99,32 @@ def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> l
     return answer["choices"][0]["token_ids"]
 
 
+def own_shares(cfg: Config, weights: dict[str, torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """(tensors, scales) of a trainer of one rank, by Megatron's names."""
+    predicate, tensors, scales = QuantizationPlan.from_config(cfg).is_fp8, {}, {}
+    for shard in megatron_shards(hf_config(cfg), MegatronParallel(), 0, qkv_order="engine", spec="local", fp8=predicate):
+        sources = dict.fromkeys(part.hf_name for part in shard.parts)
+        raw = [weights[name].view(torch.uint8) if shard.fp8 else weights[name] for name in sources]
+        tensors[shard.name] = torch.cat(raw).view(weights[next(iter(sources))].dtype)
+        if shard.fp8:
+            scales[shard.name] = torch.cat([weights[f"{name}_scale_inv"] for name in sources])
+    return [tensors], [scales]
+
+
+def shares_publisher(url: str, token: str, cfg: Config, device: torch.device) -> RankPublisher:
+    """What publishes :func:`own_shares`, over the ``ranks`` transport."""
+    predicate = QuantizationPlan.from_config(cfg).is_fp8
+    parallel = EngineParallel(tensor=cfg.rollout.tensor_parallel, expert=cfg.rollout.expert_parallel)
+    plan = Plan.from_config(hf_config(cfg), MegatronParallel(), parallel, qkv_order="engine", spec="local", fp8=predicate)
+    control, listed = UpdateControl(url, token, timeout_s=60), list(hf_tensors(hf_config(cfg), predicate))
+    return RankPublisher(control, plan, listed, rank=0, device=device, timeout_s=60, max_bytes=256 << 10)
+
+
 class Served:
     """A server, its folders, and publishers to it."""
 
     def __init__(self, cfg: Config, root: Path, *, devices: str | None = None, **changes: Any) -> None:
-        self.cfg, self.root = cfg, root
+        self.cfg, self.root, self.devices, self.changes = cfg, root, devices, changes
         self.model = write_model(cfg, root / "model")
         self.process = start_server(cfg, self.model, root / "server", devices=devices, **changes)
         self.client = ServerClient(self.process.url, self.process.token, timeout_s=60)
@@ -118,6 +144,13 @@ class Served:
         )
 
     def publish(self, transport: str, weights: dict[str, torch.Tensor], version: int) -> PublishReport:
+        if transport == "ranks":
+            device = next(iter(weights.values())).device
+            by_ranks = shares_publisher(self.process.url, self.process.token, self.cfg, device)
+            try:
+                return by_ranks.publish(*own_shares(self.cfg, weights), policy_version=version)
+            finally:
+                by_ranks.close()
         publisher = self.publisher(transport)
         try:
             return publisher.publish(exported(weights), policy_version=version)
@@ -135,8 +168,12 @@ class Served:
         """A trainer process, held at a phase of its update, see publisher_process.py."""
         hold = self.root / "hold"
         token = self.process.log.parent / "server.token"
-        words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase]
-        trainer = subprocess.Popen([sys.executable, HERE / "publisher_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True)
+        device = "cuda:0" if self.cfg.run.backend == "cuda" else "cpu"
+        words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase, device]
+        # as the command line sets it: warnings of C++ name nothing that a user can act on
+        environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, HERE / "publisher_process.py", *map(str, words)]
+        trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         deadline = time.monotonic() + 300
         while not hold.exists():
             assert trainer.poll() is None, trainer.communicate()[1]

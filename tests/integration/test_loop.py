@@ -57,6 +57,7 @@ def test_shared_memory_run_is_the_same_run_and_copies_less(straight, tmp_path):
     assert 0 < copied.pop() < whole.pop() - records(shared, "receipts.jsonl")[-1]["bytes"]
 
 
+@pytest.mark.slow
 def test_second_interrupt_stops_at_once_and_keeps_the_last_checkpoint(tmp_path):
     words = train_command(tmp_path, "twice", "run.steps=50", "run.checkpoint_interval=1", "training.minibatches_per_step=1")
     code, stderr = interrupt_after(words, tmp_path / "twice" / "metrics.jsonl", lines=4, signals=2)
@@ -255,6 +256,7 @@ def test_a_nan_reward_is_one_sentence(tmp_path):
     assert CheckpointStore(tmp_path / "nan" / "checkpoints", keep=2).latest() == 2, "the warm start must not be lost"
 
 
+@pytest.mark.slow
 def test_equal_rewards_are_counted_and_give_no_gradient(tmp_path):
     (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
     words = train_command(tmp_path, "equal", "run.steps=1", "task.reward=bad_reward:constant", "run.eval_interval=0")

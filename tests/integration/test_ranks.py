@@ -162,6 +162,7 @@ def test_data_and_pipeline_parallel_steps_are_bit_equal(name, results):
     assert np.array_equal(flat(many, case.world, "end", case, case.parallel), flat(one, 1, "end", case))
 
 
+@pytest.mark.slow
 def test_engine_holds_the_bytes_of_a_trainer_of_four_ranks(results, tmp_path):
     case = CASES["tp2ep2"]
     folder = results(case)
@@ -179,6 +180,7 @@ def test_engine_holds_the_bytes_of_a_trainer_of_four_ranks(results, tmp_path):
     assert record["tokens"]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_job(results, tmp_path):
     case, out = CASES["tp2"], tmp_path / "out"
     write_case(case, out)

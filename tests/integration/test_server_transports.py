@@ -1,9 +1,6 @@
 """Weights from one process into a real vLLM server in others, over every transport, with either side killed on the way."""
 
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,21 +9,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights, start_server
-from rollout_engine_process import hf_config
+from integration.server_cases import Served, assert_live, case_config, exported, generate, own_shares, random_weights, shares_publisher
+from integration.torn_cases import check_trainer_killed, kill_server
 
 from e2e_fp8.errors import ByteMismatchError, EngineError, LayoutError
-from e2e_fp8.layout import EngineParallel, MegatronParallel, hf_tensors, megatron_shards
-from e2e_fp8.layout.plan import Plan
-from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.agreement import check_agreement
-from e2e_fp8.sync.channels import policy_folder
-from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.point_to_point import send
 from e2e_fp8.sync.publisher import WeightPublisher
-from e2e_fp8.sync.rank_publisher import RankPublisher
 from e2e_fp8.types import ExportedTensor
 
 CFG = case_config()
@@ -98,29 +89,12 @@ def test_the_same_tuple_again_is_known_but_its_bytes_are_read_anew(served, trans
     publisher.close()
 
 
-def own_shares(weights: dict[str, torch.Tensor]):
-    """(tensors, scales) of a trainer of one rank, by Megatron's names, and its publisher's plan and list of tensors."""
-    config = hf_config(CFG)
-    predicate = QuantizationPlan.from_config(CFG).is_fp8
-    tensors, scales = {}, {}
-    for shard in megatron_shards(config, MegatronParallel(), 0, qkv_order="engine", spec="local", fp8=predicate):
-        sources = dict.fromkeys(part.hf_name for part in shard.parts)
-        raw = [weights[name].view(torch.uint8) if shard.fp8 else weights[name] for name in sources]
-        tensors[shard.name] = torch.cat(raw).view(weights[next(iter(sources))].dtype)
-        if shard.fp8:
-            scales[shard.name] = torch.cat([weights[f"{name}_scale_inv"] for name in sources])
-    plan = Plan.from_config(config, MegatronParallel(), EngineParallel(), qkv_order="engine", spec="local", fp8=predicate)
-    return [tensors], [scales], plan, list(hf_tensors(config, predicate))
-
-
 def test_rows_of_a_trainer_rank_go_straight_into_the_engine(served, monkeypatch):
     served.publish("ipc", FIRST, 4)
     answers = [generate(served.client)]
-    control = UpdateControl(served.process.url, served.process.token, timeout_s=60)
-    _, _, plan, listed = own_shares(FIRST)
-    publisher = RankPublisher(control, plan, listed, rank=0, device=torch.device("cpu"), timeout_s=60, max_bytes=256 << 10)
+    publisher = shares_publisher(served.process.url, served.process.token, CFG, torch.device("cpu"))
     for version, weights in ((5, SECOND), (6, FIRST)):
-        tensors, scales, _, _ = own_shares(weights)
+        tensors, scales = own_shares(CFG, weights)
         report = publisher.publish(tensors, scales, policy_version=version)
         assert report.receipt is not None
         assert report.num_bytes == sum(t.nbytes for t in weights.values())
@@ -263,63 +237,12 @@ def test_half_a_request_pauses_nothing(served):
     assert served.client.post("/resume") == {"status": "resumed"}
 
 
-def kill(served: Served, trainer: subprocess.Popen) -> None:
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    (served.root / "hold").unlink()
-
-
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_trainer_killed_half_way_leaves_a_refusal_until_the_retry(served, transport):
-    served.publish(transport, FIRST, 40)
-    trainer = served.start_trainer(transport, 12, 41)
-    kill(served, trainer)
-    with pytest.raises(EngineError, match=r"\(503\): Generation refused: .* halfway"):
-        generate(served.client)
-    assert served.versions() == [None]
-    with pytest.raises(EngineError, match=r"\(409\): Cannot resume: .*version 41 began and has not finished"):
-        served.client.post("/resume")
-    for version in (41, 42):
-        served.publish(transport, SECOND, version)
-        assert served.versions() == [version]
-        assert_live(served, SECOND)
-    generate(served.client)
-
-
-def test_trainer_killed_before_it_sends_leaves_the_old_version_serving(served):
-    served.publish("ipc", FIRST, 43)
-    before = generate(served.client)
-    kill(served, served.start_trainer("ipc", 12, 44, "open"))
-    assert served.versions() == [43]
-    assert generate(served.client) == before
-    assert_live(served, FIRST)
-    served.publish("ipc", SECOND, 44)
-    assert_live(served, SECOND)
-
-
-@pytest.mark.parametrize("phase", ["receipt", "resume"])
-def test_trainer_killed_after_it_sent_leaves_a_whole_version_that_waits(served, phase):
-    served.publish("ipc", FIRST, 45)
-    kill(served, served.start_trainer("ipc", 12, 46, phase))
-    assert served.versions() == [46]
-    assert_live(served, SECOND)
-    with pytest.raises(EngineError, match=r"\(503\): Generation refused: "):
-        generate(served.client)
-    for version in (46, 47):
-        served.publish("ipc", SECOND, version)
-        assert served.versions() == [version]
-    generate(served.client)
-
-
-def test_trainer_killed_while_it_writes_a_checkpoint_leaves_the_old_version_serving(served):
-    served.publish("disk", FIRST, 50)
-    before = generate(served.client)
-    trainer = served.start_trainer("disk", 12, 51)
-    kill(served, trainer)
-    assert served.versions() == [50]
-    assert generate(served.client) == before
-    served.publish("disk", SECOND, 51)
-    assert_live(served, SECOND)
+@pytest.mark.parametrize(
+    ("transport", "phase"), [*((transport, "halfway") for transport in (*TRANSPORTS, "ranks")), ("ipc", "open"), ("ipc", "receipt")]
+)
+def test_trainer_killed_leaves_the_old_version_or_a_refusal_until_the_retry(served, transport, phase):
+    """The rest of the phases: test_torn_syncs.py."""
+    check_trainer_killed(served, transport, phase, 40)
 
 
 def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):
@@ -346,25 +269,6 @@ def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch)
     assert_live(served, FIRST)
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param("open", marks=pytest.mark.slow), "halfway", pytest.param("receipt", marks=pytest.mark.slow)]
-)
-def test_server_killed_is_one_sentence_and_a_restart_takes_the_version(served, phase):
-    """Last in the file: it replaces the module's server by one that starts cold from the disk transport's newest folder."""
-    served.publish("disk", SECOND, 70)
-    expected = generate(served.client)
-    trainer = served.start_trainer("ipc", 12, 71, phase)
-    os.killpg(served.process.pid, signal.SIGKILL)
-    (served.root / "hold").unlink()
-    _, told = trainer.communicate(timeout=120)
-    assert trainer.returncode == 2
-    assert told.startswith("EngineError: The rollout server http://127.0.0.1:")
-    assert len(told.splitlines()) == 1
-    served.process.close()
-    served.process = start_server(CFG, policy_folder(served.root / "sync", 70), served.root / "server", load_format="auto")
-    served.client = ServerClient(served.process.url, served.process.token, timeout_s=60)
-    assert served.versions() == [70]
-    assert generate(served.client) == expected
-    assert_live(served, SECOND)
-    served.publish("nccl", FIRST, 71)
-    assert_live(served, FIRST)
+def test_server_killed_is_one_sentence(served):
+    """Last in the file; test_torn_syncs.py starts another one."""
+    kill_server(served, "ipc", "halfway", 12, 71)

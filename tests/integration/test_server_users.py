@@ -23,6 +23,7 @@ from e2e_fp8.sync.token import TOKEN_VARIABLE
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
+@pytest.mark.slow
 def test_foreign_trainer_publishes_and_its_lesson_is_served(tmp_path):
     teach_and_serve(tmp_path, "cpu")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-_ENGINE = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_SGL_KERNEL": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_SGL_KERNEL": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def allow_latent_attention() -> None:
@@ -87,7 +87,7 @@ def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, t
 
 def main(rank: int, world_size: int, port: int, cases: Path, out: Path) -> None:
     # the executor, which is left out here, names the shared memory of one engine's ranks
-    os.environ.update(_ENGINE, VLLM_DIST_IDENT=f"names-{port}")
+    os.environ.update(SWITCHES, VLLM_DIST_IDENT=f"names-{port}")
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +24,9 @@ from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
+Weights = dict[str, torch.Tensor]
+Result = dict[str, Any]
+"""What the tests judge."""
 EOS = 1
 TEMPERATURE = 0.7
 PROMPTS = [Prompt(uid=f"p{i}", text="", token_ids=(2, 3 + i, 7, 5 + i), answer="") for i in range(4)]
@@ -101,8 +105,8 @@ def gate_logits(engine: VllmEngine, x: torch.Tensor) -> torch.Tensor | None:
     return engine._thread.run("reading a gate", 60.0, lambda: engine._llm.apply_model(apply)[0])
 
 
-def main(architecture: str, precision: str, scale_format: str, router: str, device: str, out: Path) -> None:
-    cfg = Config.model_validate(
+def configuration(architecture: str, precision: str, scale_format: str, router: str, device: str) -> Config:
+    return Config.model_validate(
         {
             "model": {"architecture": architecture},
             "numerics": {
@@ -115,13 +119,13 @@ def main(architecture: str, precision: str, scale_format: str, router: str, devi
             "run": {"backend": device, "seed": 3},
         }
     )
-    model_dir = out / "model"
-    model_dir.mkdir()
-    config = hf_config(cfg)
-    (model_dir / "config.json").write_text(json.dumps(config))
-    first, second = random_weights(cfg, 11), random_weights(cfg, 12)
-    result: dict = {"config": config, "first": first, "second": second}
 
+
+def started(cfg: Config, model_dir: Path, result: Result) -> VllmEngine:
+    """The engine; random numbers of the process before and after."""
+    model_dir.mkdir()
+    result["config"] = hf_config(cfg)
+    (model_dir / "config.json").write_text(json.dumps(result["config"]))
     random.seed(5)
     torch.manual_seed(5)
     engine = VllmEngine(cfg, model_dir, EOS, lambda ids: "".join(chr(33 + i) for i in ids))
@@ -129,43 +133,61 @@ def main(architecture: str, precision: str, scale_format: str, router: str, devi
     random.seed(5)
     torch.manual_seed(5)
     result["host_state_expected"] = (random.random(), torch.rand(3).tolist())
+    return engine
 
-    def generate(seed: int = 9) -> list[dict]:
-        return record(engine.generate(PROMPTS, group_size=4, seed=seed))
 
-    result["before_weights"] = refusal(generate)
-    result["router_input"] = torch.randn(5, cfg.model.hidden_size).bfloat16()
+def generate(engine: VllmEngine, seed: int = 9) -> list[dict]:
+    return record(engine.generate(PROMPTS, group_size=4, seed=seed))
+
+
+def update(engine: VllmEngine, result: Result, first: Weights, second: Weights) -> None:
+    """No weights, the first, the second in another order."""
+    result["before_weights"] = refusal(lambda: generate(engine))
+    result["router_input"] = torch.randn(5, engine.cfg.model.hidden_size).bfloat16()
     engine.update_weights(exported(first), policy_version=1)
     result["router_logits"] = gate_logits(engine, result["router_input"])
-    result["live_first"], result["samples_first"], result["samples_repeat"] = live(engine), generate(), generate()
-    result["samples_other_seed"] = generate(10)
+    result["live_first"], result["samples_first"], result["samples_repeat"] = live(engine), generate(engine), generate(engine)
+    result["samples_other_seed"] = generate(engine, 10)
     engine.update_weights(exported(dict(reversed(second.items()))), policy_version=2)
-    result["live_second"], result["samples_second"] = live(engine), generate()
-    result["missing"] = refusal(lambda: engine.update_weights(exported(dict(list(first.items())[:-1])), policy_version=3))
-    recast = {name: t.float() if name == "model.norm.weight" else t for name, t in first.items()}
-    result["recast"] = refusal(lambda: engine.update_weights(exported(recast), policy_version=3))
-    part = "model.layers.1.self_attn.k_proj.weight" + ("_scale_inv" if precision == "fp8" else "")
-    result["missing_part"] = refusal(
-        lambda: engine.update_weights(exported({n: t for n, t in first.items() if n != part}), policy_version=3)
-    )
-    result["trainer_died"] = refusal(lambda: engine.update_weights(until(exported(first), len(first) // 2), policy_version=3), RuntimeError)
-    result["samples_after_refusals"] = generate()
+    result["live_second"], result["samples_second"] = live(engine), generate(engine)
+
+
+def fail_to_update(engine: VllmEngine, result: Result, first: Weights, second: Weights) -> None:
+    """Sets that are not the model, a trainer that fails, a torn update, and a retry."""
+
+    def refused(tensors: Iterator[ExportedTensor], of: type[Exception] = UserError) -> str:
+        return refusal(lambda: engine.update_weights(tensors, policy_version=3), of)
+
+    result["missing"] = refused(exported(dict(list(first.items())[:-1])))
+    result["recast"] = refused(exported({name: t.float() if name == "model.norm.weight" else t for name, t in first.items()}))
+    part = "model.layers.1.self_attn.k_proj.weight" + ("_scale_inv" if engine.cfg.numerics.rollout_precision == "fp8" else "")
+    result["missing_part"] = refused(exported({n: t for n, t in first.items() if n != part}))
+    result["trainer_died"] = refused(until(exported(first), len(first) // 2), RuntimeError)
+    result["samples_after_refusals"] = generate(engine)
     # The names, shapes and dtypes are right, but one tensor has no bytes: the engine is half-way through when it finds out.
-    torn = {n: t.to("meta") if n == "model.layers.1.self_attn.v_proj.weight" else t for n, t in first.items()}
-    result["torn"] = refusal(lambda: engine.update_weights(exported(torn), policy_version=3))
-    result["after_torn"] = refusal(generate)
+    result["torn"] = refused(exported({n: t.to("meta") if n == "model.layers.1.self_attn.v_proj.weight" else t for n, t in first.items()}))
+    result["after_torn"] = refusal(lambda: generate(engine))
     engine.update_weights(exported(second), policy_version=3)
-    result["live_retried"], result["samples_retried"] = live(engine), generate()
+    result["live_retried"], result["samples_retried"] = live(engine), generate(engine)
+
+
+def main(architecture: str, precision: str, scale_format: str, router: str, device: str, out: Path) -> None:
+    cfg = configuration(architecture, precision, scale_format, router, device)
+    first, second = random_weights(cfg, 11), random_weights(cfg, 12)
+    result: Result = {"first": first, "second": second}
+    engine = started(cfg, out / "model", result)
+    update(engine, result, first, second)
+    fail_to_update(engine, result, first, second)
     save_file({name: t.contiguous() for name, t in first.items()}, out / "model.safetensors")
     engine.update_weights_from_disk(out, policy_version=4)
-    result["live_disk"], result["samples_disk"] = live(engine), generate()
+    result["live_disk"], result["samples_disk"] = live(engine), generate(engine)
     long = Prompt(uid="too-long", text="", token_ids=(2,) * 53, answer="")
     result["too_long"] = refusal(lambda: engine.generate([long], group_size=2, seed=1))
     stop = chr(33 + result["samples_disk"][0]["response_token_ids"][3])
     engine.cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"stop": (stop,)})})
-    result["stop"], result["samples_stop"] = stop, generate()
+    result["stop"], result["samples_stop"] = stop, generate(engine)
     engine.cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"timeout_s": 1e-3})})
-    result["wedged"], result["dead"] = refusal(generate), refusal(generate)
+    result["wedged"], result["dead"] = refusal(lambda: generate(engine)), refusal(lambda: generate(engine))
     torch.save(result, out / "result.pt")
 
 

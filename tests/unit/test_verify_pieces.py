@@ -1,11 +1,15 @@
 """Receipts whose names are rectangles of engine parameters, checked against whole tensors of a checkpoint."""
 
 import sys
+from collections import Counter
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_engine_process import hf_config, random_weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -16,6 +20,7 @@ from e2e_fp8.config.root import Config
 from e2e_fp8.export.hf_checkpoint import write_hf_checkpoint
 from e2e_fp8.layout.engine import scale_name
 from e2e_fp8.orchestration.receipts import ReceiptLog, table_path
+from e2e_fp8.orchestration.verify_pieces import cuts_exactly
 from e2e_fp8.orchestration.weight_sync import SyncReport
 from e2e_fp8.sync.point_to_point import transfer_plan
 from e2e_fp8.sync.receipt import Manifest, manifest_of
@@ -122,11 +127,48 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys):
     halved = dict(list(receipt.tensors.items())[::2])
     (tmp_path / "halved").mkdir()
     code, text = verify(write_run(tmp_path / "halved", cfg, Manifest.of_records(halved, covered="pieces")), weights, capsys)
-    assert (code, "The receipt's pieces are not all of" in text) == (2, True)
+    assert (code, "The receipt's pieces do not make up" in text) == (2, True)
     (run / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     table_path(run, 4, 0).unlink()
     code, text = verify(run, weights, capsys)
     assert (code, "the run kept no table of that step" in text) == (2, True)
+
+
+def test_pieces_that_overlap_are_not_all_elements(tmp_path, capsys):
+    """As many elements as the parameters have, true digests, and rows that no piece holds."""
+    cfg = config(2)
+    weights = random_weights(cfg, 7)
+    receipt = receipt_of(cfg, weights)
+    parameter = "model.layers.1.mlp.experts.routed_experts.w13_weight"
+    name = f"{parameter}[0][0:128,0:256]@1"
+    assert f"{parameter}[0][128:256,0:256]@1" in receipt.tensors
+    held = fused_fp8(hf_config(cfg), weights, 1, 2)[parameter][0].view(torch.float8_e4m3fn)
+    moved = ExportedTensor(name=f"{parameter}[0][64:192,0:256]@1", tensor=held[64:192])
+    records = {n: record for n, record in receipt.tensors.items() if n != name} | manifest_of([moved], covered="all").tensors
+    assert sum(record.num_bytes for record in records.values()) == receipt.num_bytes
+    code, text = verify(write_run(tmp_path, cfg, Manifest.of_records(records, covered="pieces")), weights, capsys)
+    assert (code, f"1 parameters of the engine, ['{parameter}@1']" in text) == (2, True), text
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_areas_cut_a_matrix_exactly_when_every_element_is_in_one(rows, cols, data):
+    def span(size: int) -> st.SearchStrategy[range]:
+        return (
+            st.tuples(st.integers(0, size + 1), st.integers(0, size + 1))
+            .map(sorted)
+            .filter(lambda two: two[0] < two[1])
+            .map(lambda t: range(*t))
+        )
+
+    if data.draw(st.booleans()):
+        edges = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in (rows, cols)]
+        row_parts, col_parts = ([range(*pair) for pair in pairwise(one)] for one in edges)
+        areas = data.draw(st.permutations(list(product(row_parts, col_parts))))
+        areas = areas[: len(areas) - data.draw(st.integers(0, 1))]
+    else:
+        areas = data.draw(st.lists(st.tuples(span(rows), span(cols)), max_size=4))
+    elements = Counter((row, col) for some_rows, some_cols in areas for row in some_rows for col in some_cols)
+    assert cuts_exactly(areas, rows, cols) == (elements == Counter(product(range(rows), range(cols))))
 
 
 def test_tiles_of_fused_matrices_are_in_no_checkpoint(tmp_path, capsys):

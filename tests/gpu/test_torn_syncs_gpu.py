@@ -1,0 +1,45 @@
+"""Either side killed on the way between two GPUs: the old version serves, or a refusal does, and a retry passes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.server_cases import Served, case_config
+from integration.torn_cases import PHASES, check_server_killed, check_trainer_killed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: a trainer and an engine"),
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """On GPU 1; it sees the trainer's GPU 0 too, whose memory ``ipc`` reads."""
+    served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), devices="1,0")
+    yield served
+    served.process.close()
+
+
+@pytest.mark.xdist_group("trainer_killed")
+@pytest.mark.parametrize(
+    ("transport", "phase", "version"),
+    [*(("ranks", phase, 10 * i) for i, phase in enumerate(PHASES)), ("nccl", "halfway", 100), ("ipc", "receipt", 200)],
+)
+def test_trainer_killed(served, transport, phase, version):
+    check_trainer_killed(served, transport, phase, version)
+
+
+@pytest.mark.parametrize(
+    ("transport", "version"),
+    [
+        pytest.param(name, version, marks=pytest.mark.xdist_group(f"server_killed_{name}"))
+        for name, version in (("ranks", 300), ("nccl", 400))
+    ],
+)
+def test_server_killed_half_way(served, transport, version):
+    check_server_killed(served, transport, "halfway", version)

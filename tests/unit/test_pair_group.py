@@ -1,0 +1,89 @@
+"""Ranks of a weight transfer that wait for one which will never send."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.process_group import PairGroup
+
+
+@pytest.fixture
+def pair():
+    options = {"device": torch.device("cpu"), "timeout_s": 60.0}
+    port, join = PairGroup.listen("127.0.0.1", 2, **options)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(PairGroup.join, "127.0.0.1", port, 1, 2, **options)
+        trainer = join()
+        yield trainer, waiting.result()
+
+
+def test_while_all_go_on_nobody_is_disturbed(pair):
+    for group in pair:
+        group.check_peers()
+    message = torch.randint(256, (77,), dtype=torch.uint8)
+    found = torch.empty_like(message)
+    arrived = pair[1].receive(found, 0)
+    pair[0].send(message, 1)()
+    arrived()
+    assert torch.equal(found, message)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_gives_up_ends_the_others_wait(pair, gone):
+    pair[gone].give_up()
+    with pytest.raises(EngineError, match="Another rank gave the weight transfer up, see its message"):
+        pair[1 - gone].check_peers()
+
+
+def test_what_a_rank_watches_ends_its_wait(pair):
+    def fail() -> None:
+        raise EngineError("the server says no")
+
+    pair[0].watch = fail
+    with pytest.raises(EngineError, match="the server says no"):
+        pair[0].check_peers()
+    pair[1].check_peers()
+
+
+TRAINER = """
+import sys, time
+import torch
+from e2e_fp8.sync.process_group import PairGroup
+port, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=60.0)
+print(port, flush=True)
+group = join()
+print("joined", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_waits_for_ranks_that_do_not_come_looks_at_something_else_meanwhile():
+    _, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=60.0)
+
+    def fail() -> None:
+        raise EngineError("the server is gone")
+
+    with pytest.raises(EngineError, match="the server is gone"):
+        join(fail)
+    _, join = PairGroup.listen("127.0.0.1", 2, device=torch.device("cpu"), timeout_s=0.1)
+    with pytest.raises(RuntimeError, match=r"not all of 2 ranks came within 0\.1 s"):
+        join()
+
+
+def test_a_trainer_that_was_killed_ends_the_wait_at_once():
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        group = PairGroup.join("127.0.0.1", int(trainer.stdout.readline()), 1, 2, device=torch.device("cpu"), timeout_s=60.0)
+        assert trainer.stdout.readline() == "joined\n"
+        group.check_peers()
+        trainer.kill()
+        trainer.wait()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="The trainer died while it sent weights"):
+            group.check_peers()
+        assert time.monotonic() - began < 20
