@@ -55,7 +55,7 @@ class UpdateManifest:
         """Bytes of the largest bucket."""
         return max((bucket_bytes(bucket) for bucket in self.buckets), default=0)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors, without alignment."""
         return sum(spec.num_bytes for bucket in self.buckets for spec in bucket)
@@ -68,7 +68,7 @@ class UpdateManifest:
     def at_version(self, policy_version: int) -> "UpdateManifest":
         """The same tensors at the same places, as another update; what is known of the layout is not computed again."""
         other = UpdateManifest(policy_version=policy_version, buckets=self.buckets)
-        other.__dict__["layout_digest"] = self.layout_digest
+        other.__dict__.update(layout_digest=self.layout_digest, num_bytes=self.num_bytes)
         return other
 
     @cached_property

@@ -39,7 +39,8 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options.config.min_ctas = NCCL_CTAS
+            # NCCL takes the lower bound only together with an upper one.
+            options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
             # Our own wait ends first and raises; the library's would end the process.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)
