@@ -17,8 +17,9 @@ import torch
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync.copies import CopyPlan
 
-ALIGNMENT = 256
-"""Offsets are multiples of this many bytes: wide loads on every device."""
+ALIGNMENT = 16
+"""Offsets are multiples of this many bytes: wide loads on every device. More would leave gaps between the scales of experts, each of a few
+hundred bytes, and with them thousands of copies in place of one for a layer."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -174,17 +175,19 @@ def plan_update(
 
     With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have those together that an engine keeps in one
     parameter (a layer's experts, gate and up, query, key and value) where they follow each other in memory: such a bucket lies there as
-    it is packed, see :func:`lying`.
+    it is packed, see :func:`lying`. The others are packed in the order of memory, neighbours side by side.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """
     for name, tensor in tensors:
         if tensor.dtype not in DTYPES.values():
             raise EngineError(f"Weight update refused, nothing was written: {name} is {tensor.dtype}, which is not a dtype of weights.")
-    runs = [] if alone_bytes is None else [run for run in _runs(tensors) if sum(t.nbytes for _, t in run) >= alone_bytes]
+    runs = [] if alone_bytes is None else _runs(tensors)
+    alone = [run for run in runs if sum(t.nbytes for _, t in run) >= (alone_bytes or 0)]
     in_runs = {id(entry[1]) for run in runs for entry in run}
-    buckets = [bucket for run in runs for bucket in _filled(run, max_bytes)]
-    buckets += _filled([entry for entry in tensors if id(entry[1]) not in in_runs], max_bytes)
+    buckets = [bucket for run in alone for bucket in _filled(run, max_bytes)]
+    joined = [entry for run in runs if not any(run is other for other in alone) for entry in run]
+    buckets += _filled([*joined, *(entry for entry in tensors if id(entry[1]) not in in_runs)], max_bytes)
     manifest = UpdateManifest(policy_version=policy_version, buckets=tuple(buckets))
     manifest.check()
     return manifest

@@ -62,7 +62,14 @@ class Case:
 
     def alone(self) -> "Case":
         """The same on one rank."""
-        more = {name: self.more[name] for name in ("replay",) if name in self.more}
+        more = {
+            name: self.more[name]
+            for name in (
+                "replay",
+                "microbatches",
+            )
+            if name in self.more
+        }
         same = {name: getattr(self, name) for name in ("model", "precision", "alignment", "steps", "backend")}
         return Case(world=1, more=more, **same)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, lying, pack, plan_update, views
+from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, lying, pack, packing, plan_update, views
 
 _DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.uint8)
 
@@ -108,3 +108,21 @@ def test_tensors_of_one_engine_parameter_that_follow_each_other_are_one_message(
     assert sorted(named) == sorted([*together, *([name] for name in alone)])
     by_name = dict(tensors)
     assert all(lying(bucket, [by_name[spec.name] for spec in bucket]) is not None for bucket in manifest.buckets)
+
+
+def test_scales_of_experts_are_packed_in_one_copy_whatever_order_they_come_in():
+    """A few hundred bytes each, neighbours in memory: side by side in the bucket too, before what lies elsewhere."""
+    block = torch.rand(64, 2, 3, 16)
+    tensors = [
+        (f"m.experts.{expert}.{part}_proj.weight_scale_inv", block[expert, row])
+        for row, part in enumerate(("gate", "up"))
+        for expert in range(64)
+    ]
+    tensors.insert(5, ("m.norm.weight", torch.rand(7, 3).t()))
+    manifest = plan_update(tensors, policy_version=0, max_bytes=1 << 20, alone_bytes=1 << 16)
+    (bucket,) = manifest.buckets
+    buffer = torch.empty(bucket_bytes(bucket), dtype=torch.uint8)
+    plan = packing(bucket, dict(tensors), buffer)
+    assert plan.num_copies == 2
+    plan.run()
+    assert all(torch.equal(view, dict(tensors)[spec.name]) for spec, view in zip(bucket, views(bucket, buffer), strict=True))
