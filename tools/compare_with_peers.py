@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
@@ -116,7 +116,7 @@ def policy_losses(p: Padded) -> Iterator[Comparison]:
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
 
-    def compare(name: str, theirs: str, objective: ObjectiveConfig, reason: str = "", cap: float = 20.0) -> Comparison:
+    def compare(name: str, theirs: str, objective: ObjectiveConfig, reason: str = "", cap: float = 20.0, p: Padded = p) -> Comparison:
         dppo = objective.kind.startswith("dppo")
         low, high = (objective.divergence_low, objective.divergence_high) if dppo else (objective.clip_low, objective.clip_high)
         config = ActorConfig(
@@ -139,6 +139,8 @@ def policy_losses(p: Padded) -> Iterator[Comparison]:
     yield compare("grpo without dual clip, verl at 1.3", "vanilla", ObjectiveConfig(), no_dual, cap=1.3)
     for kind in ("gspo", "gspo_token"):
         yield compare(kind, "gspo", ObjectiveConfig(kind=kind))
+    far = "verl cuts the mean log ratio at 10; ours clamps each token's to +-20 before the mean"
+    yield compare("gspo, mean log ratio above 10", "gspo", ObjectiveConfig(kind="gspo"), far, p=replace(p, old=p.old - 12.0))
     for kind in ("sapo", "cispo", "dppo_tv", "dppo_kl"):
         yield compare(kind, kind, ObjectiveConfig(kind=kind))
     sapo = "verl aggregates SAPO by seq-mean-token-mean whatever loss_agg_mode says"

@@ -34,6 +34,7 @@ def final_figures(history: RunHistory) -> list[Figure]:
         _receipts(history),
         *_speed(history),
         _skipped(history),
+        *_calibration(history),
         *_tiles(history),
     ]
 
@@ -171,6 +172,22 @@ def _skipped(history: RunHistory) -> Figure:
         note="non-finite gradients, or nothing left to train on" if skipped else "",
         good=None if not skipped else False,
     )
+
+
+def _calibration(history: RunHistory) -> list[Figure]:
+    """Calibrated clipping: how often, what it cost, and where the range ended; nothing for a run without it."""
+    passes = math.fsum(history.values("clip_calibration/passes"))
+    bounds = history.values("clip_calibration/clip_low")
+    interval = ((history.config.get("objective") or {}).get("calibration") or {}).get("interval")
+    if not bounds:
+        return []
+    note = f"clip_low {short(bounds[0])} → {short(bounds[-1])}"
+    if passes:
+        cost = next((b for b in amdahl_bounds(history) if b.phase == "shadow_pass"), None)
+        seconds = math.fsum(history.values("time/shadow_pass"))
+        note = f"{short(seconds / passes)} s a pass, {100 * (cost.share if cost else 0.0):.1f} % of the RL steps' time; {note}"
+    every = f"one in {interval} optimizer steps, " if interval else ""
+    return [Figure(label="Calibrated clipping, shadow passes", value=f"{every}{passes:g} in all", note=note)]
 
 
 def _tiles(history: RunHistory) -> list[Figure]:

@@ -179,6 +179,11 @@ def _mismatch(history: RunHistory) -> list[str]:
         "training/rollout_probs_diff_std": "std",
     }
     weights = {"rollout_corr/rollout_is_mean": "mean", "rollout_corr/rollout_is_min": "smallest", "rollout_corr/rollout_is_max": "largest"}
+    corrected = {
+        "rollout_corr/rollout_rs_masked_fraction": "tokens rejected",
+        "rollout_corr/rollout_rs_seq_masked_fraction": "sequences with a rejected token",
+        "rollout_corr/rollout_is_oob_ratio": "tokens whose weight a bound changed",
+    }
     uncovered = {"router_replay/uncovered_tokens": "response tokens", "router_replay/masked_tokens": "left out of the loss"}
     covered, changed = METRICS["router_replay/coverage"], METRICS["router_replay/changed_ids"]
     return [
@@ -187,6 +192,7 @@ def _mismatch(history: RunHistory) -> list[str]:
         _chart(history, "Probability difference", probs, "|p_train - p_rollout| over response tokens"),
         _chart(history, "Importance weights", weights, "p_train / p_rollout before truncation", from_zero=False),
         _chart(history, "Effective sample size", {"rollout_corr/rollout_is_eff_sample_size": "of the importance weights"}, from_zero=False),
+        _chart(history, "Held back by the correction", corrected, "A rejected token is out of the loss; a weight stays in its denominator"),
         _chart(history, "Router replay coverage", {"router_replay/coverage": "response tokens"}, covered.description),
         _chart(history, "Not replayed", uncovered),
         _chart(history, "Choices changed by router replay", {"router_replay/changed_ids": "all layers"}, changed.description),
@@ -194,10 +200,9 @@ def _mismatch(history: RunHistory) -> list[str]:
 
 
 def _optimization(history: RunHistory) -> list[str]:
+    clipped = {"clip_fraction/low": "at 1 - clip_low", "clip_fraction/high": "at 1 + clip_high", "clip_fraction/dual": "at the dual clip"}
     return [
-        _chart(
-            history, "Clip fractions", {"clip_fraction/low": "at 1 - clip_low", "clip_fraction/high": "at 1 + clip_high"}, from_zero=True
-        ),
+        _chart(history, "Clip fractions", clipped),
         _chart(
             history,
             "Clipped below, A < 0",

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def length(prompt_text: str, response_text: str, answer: str, metadata: dict) -> float:
@@ -30,3 +31,14 @@ def moody(prompt_text: str, response_text: str, answer: str, metadata: dict) -> 
 def without_torch(prompt_text: str, response_text: str, answer: str, metadata: dict) -> float:
     """Whether the process has imported torch."""
     return float("torch" in sys.modules)
+
+
+def meeting(prompt_text: str, response_text: str, answer: str, metadata: dict) -> float:
+    """Whether another response's reward is computed while this one is; each leaves a file and waits for a second one."""
+    folder, until = Path(metadata["folder"]), time.monotonic() + metadata["seconds"]
+    (folder / response_text).touch()
+    while time.monotonic() < until:
+        if len(list(folder.iterdir())) > 1:
+            return 1.0
+        time.sleep(0.01)
+    return 0.0

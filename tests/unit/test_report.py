@@ -7,13 +7,14 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import receipt, write_run
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.observability.charts import MAX_BARS, Line, line_chart, short, stacked_bars
-from e2e_fp8.observability.figures import duration
+from e2e_fp8.observability.figures import duration, final_figures
 from e2e_fp8.observability.history import flatten, load_history
 from e2e_fp8.observability.progress import print_summary
 from e2e_fp8.observability.report import write_report
@@ -83,6 +84,42 @@ def test_report_states_the_true_numbers(tmp_path):
         assert digest in text
     assert "training.warm_start.steps" in text
     assert "2.11.0" in text
+
+
+def test_calibrated_clipping_shows_its_interval_its_cost_and_where_the_range_went(tmp_path):
+    run = write_run(tmp_path / "r")
+    label = "Calibrated clipping, shadow passes"
+    assert label not in [f.label for f in final_figures(load_history(run))]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["objective"]["calibration"]["interval"] = 8
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rl = [r for r in records if r["phase"] == 1.0]
+    for i, record in enumerate(rl):
+        record |= {"clip_calibration/clip_low": 0.2 + 0.01 * i, "clip_calibration/passes": float(i % 2)}
+        record |= {"time/shadow_pass": 0.25} if i % 2 else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (figure,) = [f for f in final_figures(load_history(run)) if f.label == label]
+    assert figure.value == "one in 8 optimizer steps, 15 in all"
+    total = sum(v for r in rl for name, v in r.items() if name.startswith("time/"))
+    assert figure.note == f"0.25 s a pass, {100 * 15 * 0.25 / total:.1f} % of the RL steps' time; clip_low 0.2 → 0.49"
+    text = " ".join(parse(write_report(run)).text)
+    assert label in text
+    assert figure.note in text
+
+
+def test_what_the_correction_and_the_dual_clip_hold_back_is_drawn(tmp_path):
+    run = write_run(tmp_path / "r")
+    shown = ("tokens rejected", "sequences with a rejected token", "tokens whose weight a bound changed", "at the dual clip")
+    before = " ".join(parse(write_report(run)).text)
+    assert not [text for text in shown if text in before]
+    names = ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/rollout_is_oob_ratio")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record |= dict.fromkeys((*names, "clip_fraction/dual"), 0.125) if record["phase"] == 1.0 else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    after = " ".join(parse(write_report(run)).text)
+    assert [text for text in shown if text in after] == list(shown)
 
 
 def test_failed_and_unchecked_receipts_are_visible(tmp_path):

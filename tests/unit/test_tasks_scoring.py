@@ -60,6 +60,14 @@ def test_workers_give_the_values_of_one_process_in_order() -> None:
         assert pool.score_all(responses[::-1]).rewards == expected.rewards[::-1]
 
 
+@pytest.mark.parametrize(("workers", "rewards"), [(2, [1.0, 1.0]), (1, [0.0, 1.0])])
+def test_workers_compute_side_by_side(workers: int, rewards: list[float], tmp_path: Path) -> None:
+    """The first reward waits for the second to begin, which a single worker never lets it see."""
+    prompt = _prompt(folder=str(tmp_path), seconds=30.0 if workers > 1 else 0.5)
+    with _scorer(reward="reward_cases:meeting", reward_workers=workers) as scorer:
+        assert scorer.score_all([(prompt, "first"), (prompt, "second")]).rewards == rewards
+
+
 def test_reasoning_gym_entries_survive_the_way_to_a_worker() -> None:
     fields = {"mixture": {"spell_backward": 1.0, "countdown": 1.0}, "train_size": 4, "held_out_size": 2}
     sections = {"rollout": {"max_model_len": 2000}, "model": {"max_position_embeddings": 2048}}
