@@ -90,7 +90,7 @@ def swapped_products(model: torch.nn.Module, product: Product) -> Iterator[None]
             raise EngineError("This engine has no block-FP8 product of DeepGEMM that could be swapped.")
         yield
     finally:
-        for give_back in undo:
+        for give_back in reversed(undo):
             give_back()
 
 

@@ -55,8 +55,12 @@ class TokenGuard:
         """Policy version and reason to refuse, as the workers said last; None when they have to be asked."""
         self._told: dict[str, Any] | None = None
         """What the workers said at the end of an update, for ``/resume``; None once another control call may have changed it."""
-        self._changing = 0
-        """Control calls under way that may change it."""
+        self._calls = 0
+        """Control calls so far that may have changed it."""
+        self._updating = 0
+        """Steps of updates under way."""
+        self._uncompared: int | None = None
+        """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_ROUTES):
@@ -84,12 +88,10 @@ class TokenGuard:
     @contextmanager
     def _may_change(self) -> Iterator[None]:
         """Around a call that may change what the workers would say of their weights."""
+        self._calls += 1
         self._told = None
-        self._changing += 1
-        try:
-            yield
-        finally:
-            self._changing -= 1
+        yield
+        self._told = None
 
     async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
@@ -98,19 +100,27 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
-        with self._may_change():
-            try:
-                if mode is None:
-                    results = await engine.collective_rpc("weight_update", args=(step,))
-                else:
-                    results = await self._paused_call(engine, mode, "weight_update", step)
-            except Exception as error:
-                # the workers' own, or the end of the engine
-                await _refuse(scope, send, 500, str(error))
-                return
+        self._calls, self._told = self._calls + 1, None
+        before, self._uncompared = self._uncompared, _to_compare(step)
+        calls = self._calls
+        self._updating += 1
+        try:
+            if mode is None:
+                results = await engine.collective_rpc("weight_update", args=(step,))
+            else:
+                results = await self._paused_call(engine, mode, "weight_update", step)
+        except Exception as error:
+            # the workers' own, or the end of the engine
+            await _refuse(scope, send, 500, str(error))
+            return
+        finally:
+            self._updating -= 1
+        if any(result.get("unprepared") for result in results):
+            # nothing was written
+            self._uncompared = before
         states = [result["state"] for result in results if "state" in result]
-        if len(states) == len(results) and not self._changing:
-            # No other call began meanwhile, or it would have taken this back.
+        if len(states) == len(results) and calls == self._calls:
+            # No other call began meanwhile.
             self._told = _merged(states)
         await _answer(send, 200, {"results": results})
 
@@ -121,6 +131,7 @@ class TokenGuard:
         except Exception as error:
             await _refuse(scope, send, 500, f"Failed to resume generation: {error}")
             return
+        self._uncompared = None
         await _answer(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, method: str, argument: str) -> list[dict[str, Any]]:
@@ -154,6 +165,8 @@ class TokenGuard:
             await self._refuse_while_paused(engine)
         if path == UPDATE_ROUTE and query.get("pause") not in (None, "wait", "abort"):
             return 409, f"pause={query['pause']} is neither wait nor abort."
+        if path == UPDATE_ROUTE and "pause" not in query and self._state is not _TORN:
+            return 409, "An update begins with pause=wait or pause=abort, so that no response mixes two policy versions."
         if path == "/sleep" and query.get("level") == "2":
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None
@@ -161,11 +174,17 @@ class TokenGuard:
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
             self._state = _TORN
-        if path == "/resume":
-            self._state = self._told
-            state = await self._ask(engine)
-            return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
-        return None
+        return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
+
+    async def _resume_refusal(self, engine: Any, query: dict[str, str]) -> tuple[int, str] | None:
+        if self._updating:
+            return 409, "Cannot resume: a weight update is under way."
+        self._state = self._told
+        state, version = await self._ask(engine), self._uncompared
+        if not state["refusal"] and version is not None and query.get("compared") != str(version):
+            reason = f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
+            state = self._state = {**state, "refusal": reason}
+        return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
 
     async def _refuse_while_paused(self, engine: Any) -> None:
         # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
@@ -203,7 +222,17 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _query(scope: Scope) -> dict[str, str]:
     """First value of each parameter of the query."""
-    return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode()).items()}
+    return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True).items()}
+
+
+def _to_compare(step: str) -> int | None:
+    """The policy version of an ``UpdateStep`` whose trainer is going to compare bytes before generation may resume."""
+    try:
+        fields = json.loads(step)
+        return int(fields["policy_version"]) if fields["compare"] else None
+    except (ValueError, KeyError, TypeError):
+        # refused by the workers, which read it whole
+        return None
 
 
 async def _body(receive: Receive) -> str | None:

@@ -120,8 +120,11 @@ class NcclSender:
 
     def close(self) -> None:
         if self._group is not None:
-            self._group.abort()
+            self._group.give_up()
             self._group = None
+            if self._device.type == "cuda":
+                # packs that waited for an aborted message still write into the buffers
+                torch.cuda.synchronize(self._device)
         self._buffers, self._plans, self._lying = [], {}, {}
 
 
@@ -212,10 +215,10 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _join_or_refusal(join: Callable[[], BroadcastGroup], posted: Future) -> BroadcastGroup:
-    """The joined group; when the engine refuses, its sentence instead of the timeout that follows from it."""
+def _join_or_refusal(join: Callable[..., BroadcastGroup], posted: Future) -> BroadcastGroup:
+    """The joined group; when the engine refuses, its sentence at once."""
     try:
-        return join()
+        return join(lambda: posted.result() if posted.done() else None)
     except RuntimeError as error:
         if posted.done():
             posted.result()

@@ -131,7 +131,9 @@ class UpdateStep:
     update: dict[str, Any]
     finish: bool
     receipt: bool = False
-    """Whether the live bytes are digested in the same call, once it has finished the update."""
+    """Whether the engine's memory is digested in the same call, each part after the last message that writes it."""
+    compare: bool = False
+    """Whether the trainer is going to compare bytes: generation resumes only once it says that it has."""
 
     @property
     def update_digest(self) -> str:
@@ -149,7 +151,7 @@ class UpdateStep:
             step = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise EngineError(f"Malformed step of a weight update ({error!r}); refused.") from error
-        kinds = (str, int, str, bool, dict, bool, bool)
+        kinds = (str, int, str, bool, dict, bool, bool, bool)
         if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
             raise EngineError("Malformed step of a weight update; refused.")
         return step

@@ -43,9 +43,19 @@ class UpdateControl:
         self.client.post("/init_weight_transfer_engine", {"init_info": {**init_info, "id": self._channel}})
 
     def announce(
-        self, manifest: UpdateManifest, update: dict[str, Any], *, first: bool, last: bool, in_flight: str, receipt: bool = False
+        self,
+        manifest: UpdateManifest,
+        update: dict[str, Any],
+        *,
+        first: bool,
+        last: bool,
+        in_flight: str,
+        receipt: bool = False,
+        compare: bool = False,
     ) -> list[dict[str, Any]]:
         """One step of an update; returns when every engine rank has taken it: what ``WorkerExtension.weight_update`` answers at each.
+
+        With ``receipt`` that has their digests; with ``compare`` only :meth:`resume` with this version lets generation go on.
 
         Raises:
             UnpreparedError: the server was started again, or another trainer has published to it.
@@ -58,6 +68,7 @@ class UpdateControl:
             update=update,
             finish=last,
             receipt=receipt,
+            compare=compare,
         )
         ranks = self.client.update(step.to_dict(), pause=in_flight if first else None)
         if any(rank.get("unprepared") for rank in ranks):
@@ -68,9 +79,9 @@ class UpdateControl:
         """Mark the weights as unusable until the next finished update."""
         self.client.collective("refuse_generation", reason)
 
-    def resume(self) -> None:
-        """Let generation go on."""
-        self.client.post("/resume")
+    def resume(self, compared: int | None = None) -> None:
+        """Let generation go on; ``compared``: the policy version whose bytes the engine is known to hold."""
+        self.client.post("/resume" if compared is None else f"/resume?compared={compared}")
 
     def forget(self) -> None:
         """The other end may be gone or in an unknown state: the next update prepares again."""

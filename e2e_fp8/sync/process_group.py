@@ -30,6 +30,8 @@ _GIVEN_UP = "given_up"
 class BroadcastGroup:
     """Broadcasts of flat byte buffers from rank 0."""
 
+    _left = "The trainer gave the update up, see its message; publish again."
+
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._timeout_s, self._device = store, timeout_s, device
         self._group: Any
@@ -124,12 +126,21 @@ class BroadcastGroup:
         work.wait()
 
     def check_trainer(self) -> None:
-        """Raise EngineError, after aborting the group, when the trainer's process is gone."""
+        """Raise EngineError, after aborting the group, when the trainer's process is gone or has left the group."""
         try:
-            self._store.check([_ALIVE])
+            left = self._store.check([_GIVEN_UP])
         except RuntimeError as error:
             self.abort()
             raise EngineError("The trainer died while it sent weights; publish again.") from error
+        if left:
+            self.abort()
+            raise EngineError(self._left)
+
+    def give_up(self) -> None:
+        """Leave the group; ranks that wait for this one are told."""
+        with suppress(RuntimeError):
+            self._store.set(_GIVEN_UP, "1")
+        self.abort()
 
     def abort(self) -> None:
         """End outstanding broadcasts and leave the group; the others see an error, never half a message."""
@@ -142,6 +153,7 @@ class BroadcastGroup:
 class PairGroup(BroadcastGroup):
     """Messages between any two ranks, one agreement of all, and notes that rank 0 looks for."""
 
+    _left = "Another rank gave the weight transfer up, see its message; the weights are incomplete: transfer again."
     watch: Callable[[], None] | None = None
     """Called now and then while this rank waits on a GPU; what it raises ends the wait. On a CPU a lost connection does."""
 
@@ -169,18 +181,9 @@ class PairGroup(BroadcastGroup):
         self._started(lambda: self._group.allreduce([tensor], options), None)()
         return tensor.tolist()
 
-    def give_up(self) -> None:
-        """Leave the group; ranks that wait for this one are told."""
-        with suppress(RuntimeError):
-            self.note(_GIVEN_UP)
-        self.abort()
-
     def check_peers(self) -> None:
         """Raise EngineError, after leaving the group, when what this rank waits for cannot come any more."""
         self.check_trainer()
-        if self.has_notes([_GIVEN_UP]):
-            self.abort()
-            raise EngineError("Another rank gave the weight transfer up, see its message; the weights are incomplete: transfer again.")
         if self.watch is not None:
             self.watch()
 

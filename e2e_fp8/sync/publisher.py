@@ -157,9 +157,12 @@ class WeightPublisher:
         again, which saves naming, planning and opening.
 
         Raises:
+            ConfigError: ``in_flight`` is neither.
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
+        if in_flight not in ("wait", "abort"):
+            raise ConfigError(f"in_flight is {in_flight!r}: use wait or abort.")
         clock = PhaseClock()
         named = self._named.of(tensors)
         manifest = self._planned(named, policy_version)
@@ -182,7 +185,7 @@ class WeightPublisher:
             raise
         compared = clock.total()
         self._last = named if self._named.keeps(named) else None
-        self.control.resume()
+        self.control.resume(policy_version if receipt else None)
         clock.mark("resume")
         return PublishReport(
             policy_version=policy_version,
@@ -219,7 +222,8 @@ class WeightPublisher:
         answers: list[dict[str, Any]] = []
 
         def announce(update: dict[str, Any], *, first: bool, last: bool) -> None:
-            told = self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight, receipt=receipt and last)
+            sealed = receipt and last and self._receipts is not None
+            told = self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight, receipt=sealed, compare=receipt)
             clock.add("send: engine copies", max(rank["seconds"] for rank in told))
             answers[:] = told
 
@@ -302,4 +306,5 @@ class WeightPublisher:
             # Memory that the engine has open is not free for the trainer.
             self.control.close_channel()
         self._forget()
+        self._named, self._planned_last, self._receipts = NamedTensors(), None, None
         self.client.close()

@@ -146,7 +146,7 @@ class RankPublisher:
             self._forget()
             raise
         compared = clock.total()
-        self._on_root(self._root_resume)
+        self._on_root(lambda: self._root_resume(policy_version if receipt else None))
         clock.mark("resume")
         return PublishReport(
             policy_version=policy_version,
@@ -157,8 +157,8 @@ class RankPublisher:
             phases=clock.seconds,
         )
 
-    def _root_resume(self) -> None:
-        self._root.resume()
+    def _root_resume(self, compared: int | None) -> None:
+        self._root.resume(compared)
 
     def _deliver(self, manifest: UpdateManifest, tensors: NamedTensors, scales: NamedTensors, in_flight: str, clock: PhaseClock) -> int:
         if not self._on_root(lambda: self._root.prepare(manifest)):

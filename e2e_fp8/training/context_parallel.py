@@ -15,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from e2e_fp8.training.packing import check_boundaries
 from e2e_fp8.types import PackedBatch
 
 
@@ -56,7 +57,8 @@ class ContextParallel:
         return replace(batch, **{name: value[rows] for name, value in values.items() if value is not None})
 
     def layout(self, cu_seqlens: torch.Tensor) -> tuple[SharedTokens, torch.Tensor]:
-        """As ``packing.packed_layout``, of this rank's tokens: Megatron's description, and int64 ``[t]`` positions."""
+        """As ``packing.packed_layout``, of this rank's tokens: Megatron's description, and int64 ``[t]`` positions; its errors."""
+        check_boundaries(cu_seqlens)
         bounds, device = cu_seqlens.tolist(), cu_seqlens.device
         rows = self.rows(bounds[-1])
         here = [(start, end) for start, end in itertools.pairwise(bounds) if start < rows.stop and end > rows.start]

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,8 @@ CASES = {
     "dp2": Case(world=2),
     "cp2": Case(world=2, parallel={"context": 2}),
     "bf16_cp2": Case(world=2, parallel={"context": 2}, precision="bf16", model=DENSE),
+    "tp2cp2": Case(world=4, parallel={"tensor": 2, "context": 2}),
+    "cp2ep2": Case(world=4, parallel={"context": 2, "expert": 2}),
     "dense_tp2": Case(world=2, parallel={"tensor": 2}, model=DENSE),
     "bf16_tp2": Case(world=2, parallel={"tensor": 2}, precision="bf16"),
     "bf16_ep2": Case(world=2, parallel={"expert": 2}, precision="bf16"),
@@ -43,6 +46,14 @@ SHARED = {name: replace(CASES[name], alignment="bitwise") for name in ("dp2", "e
 """With every operator that the engine shares."""
 
 
+SLOW = ("tp2cp2", "cp2ep2")
+
+
+def marked(names: Iterable[str]) -> list:
+    """The names as parameters of a test; four processes beside the others are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+
+
 def run_torchrun(case: Case, out: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -51,7 +62,7 @@ def run_torchrun(case: Case, out: Path) -> None:
     assert done.returncode == 0, "\n".join(messages) or done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_every_rank_starts_with_its_share_of_the_weights(name, results):
     case = CASES[name]
     cfg = Config.model_validate(case.config)
@@ -65,7 +76,7 @@ def test_every_rank_starts_with_its_share_of_the_weights(name, results):
             assert np.array_equal(found[parameter].reshape(expected.shape), expected), (place, parameter)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_bytes_of_every_rank_and_the_gathered_tensors_are_those_of_the_whole_model(name, results):
     check_bytes(CASES[name], results(CASES[name]))
 
@@ -92,7 +103,7 @@ def check_bytes(case: Case, folder: Path) -> None:
 TRAINED = [name for name, case in CASES.items() if case.steps]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", marked(TRAINED))
 def test_a_step_on_several_ranks_is_the_step_of_one(name, results):
     case = CASES[name]
     check_step(case, results(case), results(case.alone()))
@@ -116,7 +127,7 @@ def flat(folder: Path, world: int, when: str, case: Case, parallel: dict | None 
     return np.concatenate([whole[name].view(np.float32).ravel() for name in sorted(whole)]).astype(np.float64)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", marked(TRAINED))
 def test_log_probs_of_every_data_parallel_rank(name, results):
     case = CASES[name]
     expected = held(results(case.alone()), 1, "end")[0]

@@ -142,15 +142,37 @@ def test_a_settled_sync_is_one_call_with_its_receipt(served):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
         assert_live(served, weights)
-    steady = ["/weight_update?pause=wait ", "/resume "]
-    assert calls == steady
+    assert calls == ["/weight_update?pause=wait ", "/resume?compared=72 "]
     second.publish(exported(SECOND), policy_version=73)
     calls.clear()
     first.publish(exported(FIRST), policy_version=74)
-    assert calls[0] == steady[0]
+    assert calls[0] == "/weight_update?pause=wait "
     assert "/collective_rpc prepare_update" in calls
     assert served.versions() == [74]
     assert_live(served, FIRST)
+    for publisher in (first, second):
+        publisher.close()
+
+
+def test_nobody_lets_generation_go_on_with_bytes_that_were_not_compared(served, monkeypatch):
+    """Neither another trainer, whose own update finds itself unprepared, nor a bare ``/resume``; and an update begins with a pause."""
+    first, second = served.publisher("ipc without buckets"), served.publisher("ipc")
+    for version in (80, 81):
+        first.publish(exported(FIRST), policy_version=version)
+    monkeypatch.setattr(second, "_receipt", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        second.publish(exported(SECOND), policy_version=82)
+    for route in ("/resume", "/resume?compared=81"):
+        with pytest.raises(EngineError, match=r"\(409\): Cannot resume: the trainer of policy version 82 has not said that it compared"):
+            served.client.post(route)
+        with pytest.raises(EngineError, match=r"\(503\): Generation refused"):
+            generate(served.client)
+    for route in ("/weight_update", "/weight_update?pause=", "/weight_update?pause=keep"):
+        with pytest.raises(EngineError, match=r"\(409\): .*pause="):
+            served.client.post(route, {"begin": True})
+    first.publish(exported(FIRST), policy_version=83)
+    assert_live(served, FIRST)
+    generate(served.client)
     for publisher in (first, second):
         publisher.close()
 

@@ -50,7 +50,7 @@ def test_help_of_each_command(command, capsys):
         (["train", "run.yaml", "--set", "model.hf_path=nowhere"], "config.json does not exist"),
         (
             ["train", "run.yaml", "--resume", "--set", "training.parallel.context=2"],
-            "sizes above 1 are not implemented",
+            "not a multiple of tensor x context x pipeline = 2",
         ),
         (["eval", "none.yaml"], "none.yaml does not exist"),
         (["eval", "."], "not a run folder"),

@@ -197,7 +197,7 @@ def test_one_linear_can_stay_in_bf16(generator):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"training": {"parallel": {"pipeline": 2}}}, "1 rank, which is not a multiple of tensor x pipeline = 2"),
+        ({"training": {"parallel": {"pipeline": 2}}}, "1 rank, which is not a multiple of tensor x context x pipeline = 2"),
         ({"training": {"parallel": {"expert": 4}}}, "expert_tensor x expert x pipeline = 4 .*training.parallel.expert 4"),
         ({"model": {"hidden_size": 192}}, "multiple of 128"),
         ({"model": {"num_experts_per_tok": 1}}, "num_experts_per_tok"),
