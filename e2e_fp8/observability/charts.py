@@ -96,7 +96,8 @@ class _Frame:
     def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float, *, whole: bool = True) -> None:
         if x_low == x_high:
             x_low, x_high = x_low - 0.5, x_high + 0.5
-        if y_low == y_high:
+        # closer than ticks could be told apart
+        if y_high - y_low <= max(1e-12 * max(abs(y_low), abs(y_high)), 1e-300):
             pad = abs(y_low) * 0.1 or 1.0
             y_low, y_high = (y_low, y_high + pad) if y_low == 0 else (y_low - pad, y_high + pad)
         self.y_ticks = _ticks(y_low, y_high, 4)

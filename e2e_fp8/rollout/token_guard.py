@@ -173,7 +173,8 @@ class TokenGuard:
         if path == "/start_weight_update":
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
-            self._state = _TORN
+            # vLLM's own verbs, which compare nothing, write everything anew
+            self._state, self._uncompared = _TORN, None
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
 
     async def _resume_refusal(self, engine: Any, query: dict[str, str]) -> tuple[int, str] | None:

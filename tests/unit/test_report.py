@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic_run import receipt, write_run
 
@@ -186,6 +186,8 @@ def pixels(svg, tag, *names):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+@example([0.0, 5e-324])
+@example([1e6, 1e6 + 2e-10])
 def test_line_chart_keeps_points_inside_and_in_order(values):
     svg = line_chart([Line(label="a", steps=list(range(len(values))), values=values)])
     points = pixels(svg, "circle", "cx", "cy")
