@@ -90,8 +90,10 @@ class TokenGuard:
         """Around a call that may change what the workers would say of their weights."""
         self._calls += 1
         self._told = None
-        yield
-        self._told = None
+        try:
+            yield
+        finally:
+            self._told = None
 
     async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
@@ -100,15 +102,15 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
-        self._calls, self._told = self._calls + 1, None
         before, self._uncompared = self._uncompared, _to_compare(step)
-        calls = self._calls
         self._updating += 1
         try:
-            if mode is None:
-                results = await engine.collective_rpc("weight_update", args=(step,))
-            else:
-                results = await self._paused_call(engine, mode, "weight_update", step)
+            with self._may_change():
+                calls = self._calls
+                if mode is None:
+                    results = await engine.collective_rpc("weight_update", args=(step,))
+                else:
+                    results = await self._paused_call(engine, mode, "weight_update", step)
         except Exception as error:
             # the workers' own, or the end of the engine
             await _refuse(scope, send, 500, str(error))

@@ -17,9 +17,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from e2e_fp8.errors import EngineError
 
 _ALIVE = "trainer"
-NCCL_CTAS = 32
-"""Blocks that NCCL copies with. Each moves some 20 GB/s over NVLink, and with what NCCL chooses for two GPUs (16) they do not fill a
-link that a peer copy fills. ``NCCL_MIN_CTAS`` in the environment of both sides goes first."""
 _CHECK_S = 0.2
 """Between two looks at whether the other side still lives."""
 _ARRIVED = "arrived"
@@ -41,8 +38,6 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # NCCL takes the lower bound only together with an upper one.
-            options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
             # Our own wait ends first and raises; the library's would end the process.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)

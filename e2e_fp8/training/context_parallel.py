@@ -58,8 +58,7 @@ class ContextParallel:
 
     def layout(self, cu_seqlens: torch.Tensor) -> tuple[SharedTokens, torch.Tensor]:
         """As ``packing.packed_layout``, of this rank's tokens: Megatron's description, and int64 ``[t]`` positions; its errors."""
-        check_boundaries(cu_seqlens)
-        bounds, device = cu_seqlens.tolist(), cu_seqlens.device
+        bounds, device = [0, *itertools.accumulate(check_boundaries(cu_seqlens))], cu_seqlens.device
         rows = self.rows(bounds[-1])
         here = [(start, end) for start, end in itertools.pairwise(bounds) if start < rows.stop and end > rows.start]
         asked = [min(end, rows.stop) - max(start, rows.start) for start, end in here]

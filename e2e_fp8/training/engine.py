@@ -56,7 +56,9 @@ class MegatronEngine(MegatronModel[TokenStats]):
     def _read(self, output: torch.Tensor, batch: PackedBatch) -> TokenStats:
         if self.context is None:
             return self._stats_of(output[0, : batch.token_ids.numel()], batch.targets.to(self.ground.device))
-        stats = self._stats_of(output[0], self.context.share(self._padded(batch)).targets)
+        tokens = output.size(1) * self.context.size
+        targets = torch.nn.functional.pad(batch.targets, (0, tokens - batch.targets.numel()))[self.context.rows(tokens)]
+        stats = self._stats_of(output[0], targets.to(self.ground.device))
         log_probs, entropy = self._whole(torch.stack([stats.log_probs, stats.entropy], dim=1), batch).unbind(1)
         return TokenStats(log_probs=log_probs, entropy=entropy)
 

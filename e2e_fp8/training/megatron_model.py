@@ -99,11 +99,6 @@ class MegatronModel[Readout](ABC):
         whole = values_T if self.context is None else self.context.whole(values_T.contiguous())
         return whole[: batch.token_ids.numel()]
 
-    def _padded(self, batch: PackedBatch) -> PackedBatch:
-        """``batch`` on the ground's device with as many tokens as its kernels and the ranks that divide them need."""
-        ranks = self.grid.context * (self.grid.tensor if uses_sequence_parallel(self.cfg) else 1)
-        return to_device(pad_packed(batch, self.ground.token_multiple * ranks), self.ground.device)
-
     def _router_replays(self) -> Any | None:
         """The routers as ``training.router_replay`` wants them; None when it is disabled."""
         replay = self.cfg.training.router_replay
@@ -204,7 +199,8 @@ class MegatronModel[Readout](ABC):
 
         T is padded, and this rank's share.
         """
-        padded = self._padded(batch)
+        ranks = self.grid.context * (self.grid.tensor if uses_sequence_parallel(self.cfg) else 1)
+        padded = to_device(pad_packed(batch, self.ground.token_multiple * ranks), self.ground.device)
         if self.context is None:
             params, positions_T = packed_layout(padded.cu_seqlens)
         else:
