@@ -198,6 +198,7 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
         """Let the others go and leave the process group; nothing when they can no longer be told."""
         if not self.channel.is_broken:
             self.channel.tell({"do": "stop"})
+            self.channel.close()
             dist.destroy_process_group()
 
 
