@@ -114,19 +114,14 @@ def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, An
     }
 
 
-def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
-    """Speed of whole optimizer steps."""
-    cfg = part_config(args, level, args.layers)
+def random_trainer(cfg: Any) -> Any:
+    """A trainer of ``cfg`` whose weights are drawn on the device: billions of them on the host take minutes."""
     import torch
 
     from e2e_fp8.training.engine import MegatronEngine
     from e2e_fp8.training.megatron_model import MegatronModel
-    from e2e_fp8.types import PackedBatch
-    from e2e_fp8.update.loss_fn import supervised_loss_fn
 
     class Trainer(MegatronEngine):
-        """Weights are drawn on the device: billions of them on the host take minutes."""
-
         def __init__(self) -> None:
             MegatronModel.__init__(self, cfg)
             generator = torch.Generator(self.device).manual_seed(0)
@@ -137,22 +132,42 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
 
             self._load(draw)
 
-    trainer = Trainer()
-    trainer.set_learning_rate(1e-6)
+    return Trainer()
+
+
+def random_batch(args: argparse.Namespace, vocab_size: int, device: Any) -> Any:
+    """Sequences of random tokens, all as long as one of the rollout's and all trained on."""
+    import torch
+
+    from e2e_fp8.types import PackedBatch
+
     length = args.prompt_tokens + args.new_tokens
     count = max(1, args.train_tokens // length)
-    tokens = torch.randint(0, cfg.model.vocab_size, (count * length,), generator=torch.Generator().manual_seed(0)).to(trainer.device)
-    zeros = torch.zeros(len(tokens), device=trainer.device)
-    batch = PackedBatch(
+    tokens = torch.randint(0, vocab_size, (count * length,), generator=torch.Generator().manual_seed(0)).to(device)
+    zeros = torch.zeros(len(tokens), device=device)
+    return PackedBatch(
         token_ids=tokens,
-        position_ids=torch.arange(length, device=trainer.device).repeat(count),
-        cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32, device=trainer.device),
+        position_ids=torch.arange(length, device=device).repeat(count),
+        cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device),
         targets=tokens.roll(-1),
         loss_mask=torch.ones_like(zeros),
         advantages=zeros,
         rollout_log_probs=zeros,
         old_log_probs=zeros,
     )
+
+
+def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
+    """Speed of whole optimizer steps."""
+    cfg = part_config(args, level, args.layers)
+    import torch
+
+    from e2e_fp8.update.loss_fn import supervised_loss_fn
+
+    trainer = random_trainer(cfg)
+    trainer.set_learning_rate(1e-6)
+    batch = random_batch(args, cfg.model.vocab_size, trainer.device)
+    tokens = len(batch.token_ids)
 
     def timed(call: Any) -> float:
         begun = time.perf_counter()
@@ -162,7 +177,7 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
         return time.perf_counter() - begun
 
     def step() -> None:
-        report = trainer.train_step([batch], supervised_loss_fn(), float(len(tokens)))
+        report = trainer.train_step([batch], supervised_loss_fn(), float(tokens))
         if report.skipped:
             raise RuntimeError("the optimizer skipped a step, which takes less time than one that it does")
 
@@ -176,11 +191,11 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
         scores = [timed(score) for _ in range(args.rounds * 2 + 1)]
     seconds = statistics.median(steps)
     return {
-        "tokens_per_s": len(tokens) / seconds,
-        "scoring_tokens_per_s": len(tokens) / statistics.median(scores),
+        "tokens_per_s": tokens / seconds,
+        "scoring_tokens_per_s": tokens / statistics.median(scores),
         "step_seconds": steps,
         "score_seconds": scores,
-        "tokens": len(tokens),
+        "tokens": tokens,
         "layers": cfg.model.num_hidden_layers,
         "peak_bytes": torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else 0,
     }

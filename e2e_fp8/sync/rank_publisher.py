@@ -98,7 +98,7 @@ class RankPublisher:
         return self._control
 
     def _on_root[T](self, step: Callable[[], T]) -> T:
-        """What ``step`` returns on rank 0, on every rank; a refusal there is raised on every rank, a bug as an EngineError on the others."""
+        """What ``step`` returns on rank 0, on every rank; a refusal there is raised everywhere, a bug as an EngineError on the others."""
         box: list[Any] = [None]
         bug = None
         if self._rank == 0:

@@ -76,7 +76,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(client, monkeypat
     assert client.post("/c")["peer"] != first["peer"]
 
 
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{\"results\": []}"
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"results": []}'
 
 
 class ClosingServer:
