@@ -13,6 +13,7 @@ from e2e_fp8.errors import ConfigError, EngineError
 
 UPDATE_ROUTE = "/weight_update"
 """The token guard's own route: one step of a weight update."""
+_METHOD_ROUTE = "/collective_rpc"
 REPEATABLE_ROUTES = ("/pause", "/resume")
 """POST routes that may be asked twice: the second time changes nothing."""
 REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "refuse_generation", "close_channel")
@@ -114,19 +115,17 @@ class ServerClient:
 
     def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer. ``timeout_s`` replaces the client's."""
-        repeatable = route.partition("?")[0] in REPEATABLE_ROUTES
-        return self._posted(route, {} if body is None else body, timeout_s, repeatable=repeatable)
-
-    def _posted(self, route: str, body: Any, timeout_s: float | None, *, repeatable: bool) -> Any:
-        return self._checked(route, *self._request("POST", route, body, timeout_s or self.timeout_s, repeatable=repeatable))
+        body = {} if body is None else body
+        return self._checked(
+            route, *self._request("POST", route, body, timeout_s or self.timeout_s, repeatable=_is_repeatable(route, body))
+        )
 
     def collective(self, method: str, *args: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``method`` of the worker extension returns at every rank.
 
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
-        call = {"method": method, "args": list(args)}
-        return _results(self._posted("/collective_rpc", call, timeout_s, repeatable=method in REPEATABLE_METHODS))
+        return _results(self.post(_METHOD_ROUTE, {"method": method, "args": list(args)}, timeout_s=timeout_s))
 
     def update(self, step: dict[str, Any], *, pause: str | None = None) -> list[dict[str, Any]]:
         """What ``weight_update`` returns at every rank for ``step``, an ``UpdateStep``; errors as of :meth:`collective`.
@@ -141,6 +140,10 @@ class ServerClient:
         if status != 200:
             raise EngineError(f"The rollout server refused {route} ({status}): {_sentence(content)}")
         return json.loads(content) if content else None
+
+
+def _is_repeatable(route: str, body: Any) -> bool:
+    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == _METHOD_ROUTE and body["method"] in REPEATABLE_METHODS)
 
 
 def _results(answer: dict[str, Any]) -> list[dict[str, Any]]:
