@@ -298,11 +298,11 @@ class Run:
             self.checkpoint()
 
     def fail(self, error: BaseException) -> None:
-        """Save what can be, and end the trainer's other ranks."""
+        """Save what can be, and end other ranks that wait for this one."""
         if isinstance(error, UserError):
             self.save_after(error)
         self.session.part(error)
-        if isinstance(error, RankError):
+        if not self.session.reaches_ranks:
             # the launcher kills this rank soon, and closing an engine takes its time
             self.report()
 

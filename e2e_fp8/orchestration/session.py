@@ -214,8 +214,8 @@ class Session:
         return not isinstance(self.trainer, DrivingEngine) or not self.trainer.channel.is_broken
 
     def part(self, error: BaseException) -> None:
-        """End the trainer's other ranks because of ``error``; an interrupt between two orders is a regular end instead."""
-        if isinstance(self.trainer, DrivingEngine) and not (isinstance(error, KeyboardInterrupt) and self.reaches_ranks):
+        """End the trainer's other ranks because of ``error``, if they can no longer be let go with :meth:`close`."""
+        if isinstance(self.trainer, DrivingEngine) and not self.reaches_ranks:
             self.trainer.channel.part(error)
 
     def close(self) -> None:

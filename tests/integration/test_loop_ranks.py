@@ -140,7 +140,7 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
         (["training.parallel.tensr=2"], "training.parallel.tensr"),
         pytest.param(
             ["training.parallel.tensor=2", "training.parallel.pipeline=2"],
-            "2 ranks, which is not a multiple of tensor x pipeline = 4",
+            "2 ranks, which is not a multiple of tensor x context x pipeline = 4",
             marks=pytest.mark.slow,
         ),
         (["rollout.placement=in_process", "sync.transport=local"], "Set rollout.placement=server and sync.transport=ipc"),

@@ -20,7 +20,7 @@ from e2e_fp8.orchestration.ranks.meeting import AGAIN, LOST_STATUS, note_said, s
 
 _GRACE_S = 3.0
 """For the main thread to notice by itself and raise, before the listening thread ends the process."""
-_LAST_S = 20.0
+_LAST_S = 28.0
 """For a main thread that knows to tidy up; torchrun kills its ranks after 30."""
 _BYTES = 2048
 """Of one message; a longer sentence is cut."""
