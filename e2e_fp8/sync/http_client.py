@@ -143,7 +143,7 @@ class ServerClient:
 
 
 def _is_repeatable(route: str, body: Any) -> bool:
-    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == _METHOD_ROUTE and body["method"] in REPEATABLE_METHODS)
+    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == _METHOD_ROUTE and body.get("method") in REPEATABLE_METHODS)
 
 
 def _results(answer: dict[str, Any]) -> list[dict[str, Any]]:
