@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's max_num_batched_tokens")
     parser.add_argument("--kv-cache-gib", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation, at both levels")
     parser.add_argument("--fast-moe-backend", choices=("deep_gemm", "triton"), default="deep_gemm")

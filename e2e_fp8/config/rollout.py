@@ -45,7 +45,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of one engine step, so that the prefill of many prompts is one. None: 8192 on a GPU, 2048 on the CPU, or as "
+        description="Tokens of one engine step, so that the prefill of many prompts is one. None: 16384 on a GPU, 2048 on the CPU, or as "
         "many as max_num_seqs or max_model_len, if they are more.",
     )
     enforce_eager: bool = Field(

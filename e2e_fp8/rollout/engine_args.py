@@ -8,7 +8,7 @@ from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.rollout.router_gate import router_options
 
-STEP_TOKENS = {"cuda": 8192, "cpu": 2048}
+STEP_TOKENS = {"cuda": 16384, "cpu": 2048}
 """Tokens of one engine step where nobody says: as many as keep the device busy while the host prepares the next."""
 
 
