@@ -5,7 +5,8 @@
 
 Every part is a process of its own, because vLLM allows one engine in a process, and every part of one kind does the same work. Rollout:
 vLLM's dummy weights in all or ``--rollout-layers`` layers, all sequences sampled at once, CUDA graphs on at both levels, compilation where
-the level allows it (``fast``). One shorter run of the same shapes comes first, so that kernels are compiled and warm. Training: a model
+the level allows it (``fast``). One shorter run of the same shapes comes first, so that kernels are compiled and warm, and rounds of both
+levels come by turns: at small sizes the host's Python is most of a step, and its speed changes from second to second. Training: a model
 of ``--layers`` layers of that shape from scratch, whole optimizer steps on random tokens. Prints one JSON object; exit code 1 when a part
 failed.
 """
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from kernel_tables import kernel_tables
 from transports import MODELS, alone
 
 from e2e_fp8.config.load import load_config, parse_config
@@ -58,6 +61,25 @@ def part_config(args: argparse.Namespace, level: str, layers: int | None) -> Any
     numerics = cfg.numerics.model_copy(update={"alignment": level, "alignment_overrides": {}})
     run = cfg.run.model_copy(update={"backend": args.backend})
     return prepare(cfg.model_copy(update={"model": model, "rollout": rollout, "numerics": numerics, "run": run}))
+
+
+def wait_for_all(args: argparse.Namespace) -> None:
+    """Until every part has started or failed: a start beside a measurement would take its processors."""
+    if args.ready is None:
+        return
+    (args.ready / args.part).touch()
+    while any(not (args.ready / part).exists() for part in args.parts.split(",")):
+        time.sleep(0.1)
+
+
+def in_turn(args: argparse.Namespace, call: Callable[[], Any]) -> Any:
+    """``call`` alone; parts that measure side by side take turns, so that what else the machine does meets all of them."""
+    with alone(args.lock):
+        result = call()
+    if args.ready is not None:
+        # longer than another part takes to see that the lock is free
+        time.sleep(0.05)
+    return result
 
 
 def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
@@ -99,19 +121,23 @@ def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, An
 
     with alone(args.lock):
         sample(min(8, args.new_tokens))
-        prefill_seconds = sample(1)[0]
-        runs = [sample(args.new_tokens) for _ in range(args.rounds)]
+    wait_for_all(args)
+    rounds = [(in_turn(args, lambda: sample(1))[0], in_turn(args, lambda: sample(args.new_tokens))) for _ in range(args.rounds)]
+    with alone(args.lock):
+        kernels = kernel_tables(sample, args.new_tokens) if args.profile else {}
     engine.close()
+    prefill_seconds, runs = min(prefill for prefill, _ in rounds), [run for _, run in rounds]
     seconds, tokens = min(s for s, _ in runs), runs[0][1]
     return {
         "tokens_per_s": tokens / seconds,
         "decode_tokens_per_s": (tokens - args.sequences) / (seconds - prefill_seconds) if args.new_tokens > 1 else None,
         "prefill_tokens_per_s": args.sequences * args.prompt_tokens / prefill_seconds,
         "seconds": [s for s, _ in runs],
+        "prefill_seconds": [prefill for prefill, _ in rounds],
         "tokens": tokens,
         "start_seconds": start_seconds,
         "layers": cfg.model.num_hidden_layers,
-    }
+    } | kernels
 
 
 def random_trainer(cfg: Any) -> Any:
@@ -201,15 +227,17 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
     }
 
 
-def one_part(argv: list[str], args: argparse.Namespace, part: str) -> dict[str, Any]:
+def one_part(argv: list[str], args: argparse.Namespace, part: str, ready: Path) -> dict[str, Any]:
     """What the process of one part measured, or ``error``."""
     print(f"alignment_cost: {part}", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, *argv, "--part", part]
+    command = [sys.executable, __file__, *argv, "--part", part, *(["--ready", str(ready)] if args.lock else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s)
     except subprocess.TimeoutExpired as error:
         tail = (error.stderr or b"").decode(errors="replace")[-ERROR_TAIL:]
         return {"error": f"not finished after {args.timeout_s:g} s: {tail}"}
+    finally:
+        (ready / part).touch()
     records = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not records:
         return {"error": (done.stderr or done.stdout)[-ERROR_TAIL:]}
@@ -219,8 +247,8 @@ def one_part(argv: list[str], args: argparse.Namespace, part: str) -> dict[str, 
 def all_parts(argv: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Each part in a process of its own, with a lock side by side; ratios of bitwise to fast."""
     parts = args.parts.split(",")
-    with ThreadPoolExecutor(len(parts) if args.lock else 1) as pool:
-        measured = pool.map(lambda part: one_part(argv, args, part), parts)
+    with tempfile.TemporaryDirectory() as ready, ThreadPoolExecutor(len(parts) if args.lock else 1) as pool:
+        measured = pool.map(lambda part: one_part(argv, args, part, Path(ready)), parts)
         result: dict[str, Any] = {"model": args.model, "arguments": argv} | dict(zip(parts, measured, strict=True))
     for kind in ("rollout", "training"):
         fast, bitwise = (result.get(f"{kind}:{level}", {}).get("tokens_per_s") for level in LEVELS)
@@ -235,11 +263,12 @@ def main() -> int:
     parser.add_argument("model", help=f"a run configuration, or one of {', '.join(sorted(MODELS))}")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--ready", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's max_num_batched_tokens")
     parser.add_argument("--kv-cache-gib", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation, at both levels")
     parser.add_argument("--fast-moe-backend", choices=("deep_gemm", "triton"), default="deep_gemm")
@@ -247,7 +276,8 @@ def main() -> int:
     parser.add_argument("--rollout-layers", type=int, help="layers of the sampling model (default: all)")
     parser.add_argument("--train-tokens", type=int, default=8192, help="tokens of one optimizer step")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--lock", type=Path, help="start the parts side by side; each measures while it holds this file's lock")
+    parser.add_argument("--profile", action="store_true", help="device seconds of sampling by kernel, after the timing")
+    parser.add_argument("--lock", type=Path, help="start the parts side by side; they measure in turn, under this file's lock")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each part")
     args = parser.parse_args()
     if args.part is None:
