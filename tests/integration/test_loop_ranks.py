@@ -195,20 +195,29 @@ sys.exit(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_bug_on_one_rank_ends_both_without_a_launcher(broken, tmp_path):
+    check_bug(broken, tmp_path)
+
+
+def check_bug(broken: int, out: Path, *more: str) -> None:
     """Two plain processes, which nobody kills; the steps before are in the report."""
-    (tmp_path / "buggy.py").write_text(BUG)
-    words = [sys.executable, str(tmp_path / "buggy.py"), "train", "configs/quickstart.yaml"]
-    words += sets(tmp_path, "bug", "training.warm_start.steps=100")
+    (out / "buggy.py").write_text(BUG)
+    words = [sys.executable, str(out / "buggy.py"), "train", "configs/quickstart.yaml"]
+    words += sets(out, "bug", "training.warm_start.steps=100", *more)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT)}
     environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "BUGGY_RANK": str(broken)}
-    ranks = [subprocess.Popen(words, cwd=ROOT, env=environ | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True) for r in range(2)]
-    told = [rank.communicate(timeout=300)[1] for rank in ranks]
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [subprocess.Popen(words, cwd=ROOT, env=environ | number, stderr=subprocess.PIPE, text=True) for number in numbers]
+    try:
+        told = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [1 if rank == broken else 2 for rank in range(2)]
     (said,) = own_sentences("\n".join(told))
     assert f"Rank {broken} of the trainer failed with KeyError: 'of the third step' (traceback in its own output)" in said
     assert [text.count("Traceback (most recent call last)") for text in told] == [int(rank == broken) for rank in range(2)]
-    assert [record["step"] for record in records(tmp_path / "bug", "metrics.jsonl")] == [1, 2]
-    assert (tmp_path / "bug" / "report.html").exists()
+    assert [record["step"] for record in records(out / "bug", "metrics.jsonl")] == [1, 2]
+    assert (out / "bug" / "report.html").exists()
 
 
 @pytest.mark.slow
