@@ -23,7 +23,7 @@ from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.point_to_point import transfer_plan
-from e2e_fp8.sync.publisher import PublishReport
+from e2e_fp8.sync.publish_report import PublishReport
 from e2e_fp8.sync.rank_publisher import RankPublisher
 from e2e_fp8.sync.receipt import Manifest, ManifestSeries, check_receipt, manifest_of
 from e2e_fp8.training.engine import MegatronEngine

@@ -40,7 +40,9 @@ CONTROL_ROUTES = (
     "/detokenize",
 )
 """POST routes that work whatever state the weights are in; any other is taken for generation."""
+_WITHOUT_WORKERS = ("/abort_requests", "/tokenize", "/detokenize")
 VERSION_HEADER = b"x-policy-version"
+_ARMED = "A trainer has announced a weight update, for which the workers wait: it has to publish, cancel or end first."
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
 
 
@@ -59,6 +61,8 @@ class TokenGuard:
         """Control calls so far that may have changed it."""
         self._updating = 0
         """Steps of updates under way."""
+        self._armed = False
+        """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
         self._uncompared: int | None = None
         """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
 
@@ -102,22 +106,28 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
+        if self._armed:
+            # the other one's body was read while this one's was
+            await _refuse(scope, send, 409, _ARMED)
+            return
         before, self._uncompared = self._uncompared, _to_compare(step)
         self._updating += 1
+        self._armed = _is_announced(step)
         try:
             with self._may_change():
                 calls = self._calls
                 if mode is None:
                     results = await engine.collective_rpc("weight_update", args=(step,))
                 else:
-                    results = await self._paused_call(engine, mode, "weight_update", step)
+                    results = await self._paused_call(engine, mode, step)
         except Exception as error:
             # the workers' own, or the end of the engine
             await _refuse(scope, send, 500, str(error))
             return
         finally:
             self._updating -= 1
-        if any(result.get("unprepared") for result in results):
+            self._armed = False
+        if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
         states = [result["state"] for result in results if "state" in result]
@@ -136,15 +146,26 @@ class TokenGuard:
         self._uncompared = None
         await _answer(send, 200, {"status": "resumed"})
 
-    async def _paused_call(self, engine: Any, mode: str, method: str, argument: str) -> list[dict[str, Any]]:
-        """From the pause on the weights count as torn. Answers of requests that end in it get out first, under their own version."""
+    async def _paused_call(self, engine: Any, mode: str, step: str) -> list[dict[str, Any]]:
+        """From the pause on the weights count as torn. Answers of requests that end in it get out first, under their own version.
+
+        An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
+        """
+        resumes = self._armed and not await engine.is_paused()
         await self._refuse_while_paused(engine)
         if engine.output_processor.has_unfinished_requests():
             await engine.pause_generation(mode=mode, clear_cache=True)
         elif engine.renderer.mm_processor_cache is not None:
             await engine.renderer.clear_mm_cache_async()
         self._state = _TORN
-        return await engine.engine_core.call_utility_async(METHOD, mode, method, (argument,))
+        results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
+        if self._armed and all(result.get("unprepared") or result.get("disarmed") for result in results):
+            if resumes:
+                await engine.resume_generation()
+            self._state = None
+            if not resumes:
+                await self._refuse_while_paused(engine)
+        return results
 
     @staticmethod
     def _generates(scope: Scope) -> bool:
@@ -161,6 +182,8 @@ class TokenGuard:
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
+        if self._armed and path in CONTROL_ROUTES and path not in _WITHOUT_WORKERS:
+            return 409, _ARMED
         if path == "/pause":
             if query.get("mode") == "keep":
                 return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
@@ -236,6 +259,14 @@ def _to_compare(step: str) -> int | None:
     except (ValueError, KeyError, TypeError):
         # refused by the workers, which read it whole
         return None
+
+
+def _is_announced(step: str) -> bool:
+    """Whether the workers are going to wait for the trainer's word."""
+    try:
+        return bool(json.loads(step)["flags"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 async def _body(receive: Receive) -> str | None:

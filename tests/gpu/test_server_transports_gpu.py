@@ -15,7 +15,8 @@ from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import RankReceipts
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

@@ -28,7 +28,8 @@ from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flag
 from e2e_fp8.rollout.worker_extension import WorkerExtension
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.http_client import ServerClient
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.sync.rank_publisher import RankPublisher
 
 __all__ = ["Served", "assert_live", "case_config", "exported", "generate", "random_weights"]
