@@ -38,8 +38,10 @@ class SyncReport:
     num_bytes: int
     """Bytes copied into the engine; with the ``shared`` transport those of the tensors that are not one storage with the trainer's."""
     seconds: float
-    """Export and delivery, until the engine can generate again."""
+    """Export and delivery, until the trainer knows that the engine holds every byte."""
     receipt_seconds: float
+    armed: bool = False
+    """Whether the engine waited for it, see ``WeightPublisher.arm``."""
     receipt: Manifest | None
     """Engine-side manifest, equal to the trainer's; None when the receipt is switched off."""
 
@@ -199,6 +201,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         num_bytes=report.num_bytes,
         seconds=report.seconds,
         receipt_seconds=report.receipt_seconds,
+        armed=report.armed,
         receipt=report.receipt,
     )
 

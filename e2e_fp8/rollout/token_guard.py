@@ -203,10 +203,14 @@ class TokenGuard:
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
 
     async def _resume_refusal(self, engine: Any, query: dict[str, str]) -> tuple[int, str] | None:
+        under_way = 409, "Cannot resume: a weight update is under way."
         if self._updating:
-            return 409, "Cannot resume: a weight update is under way."
+            return under_way
         self._state = self._told
         state, version = await self._ask(engine), self._uncompared
+        if self._updating:
+            # it began while the workers answered
+            return under_way
         if not state["refusal"] and version is not None and query.get("compared") != str(version):
             reason = f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
             state = self._state = {**state, "refusal": reason}

@@ -16,6 +16,8 @@ from integration.server_cases import HERE, Served, assert_live, exported, genera
 from integration.torn_cases import SEEDS, kill, on_cpu, weights_of
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.announcer import ArmedUpdate
+from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publish_report import PublishReport
 
 ANNOUNCED = r"\(409\): A trainer has announced a weight update"
@@ -147,31 +149,51 @@ def check_patience(served: Served, transport: str, version: int) -> None:
 
 
 def check_requests_in_flight(served: Served, transport: str, version: int) -> None:
-    """They end under the version they began with, and the announced update waits for them."""
-    trainer, answers = Trainer(served, transport, version), []
-    before = generate(served.client)
-    requests = [threading.Thread(target=lambda: answers.append(generate(served.client))) for _ in range(4)]
-    for request in requests:
-        request.start()
+    """They end under the version they began with, and the announced update waits for them; later ones are refused."""
+    trainer, answers, begun = Trainer(served, transport, version), [], threading.Semaphore(0)
+
+    def long_answer() -> list[int]:
+        client = ServerClient(served.process.url, served.process.token, timeout_s=60)
+        params = {"temperature": 0.7, "max_tokens": 48, "seed": 5, "detokenize": False, "ignore_eos": True}
+        begun.release()
+        answer = client.post("/inference/v1/generate", {"token_ids": [2, 3, 7, 5], "sampling_params": params})
+        return answer["choices"][0]["token_ids"]
+
+    def request() -> None:
+        try:
+            answers.append(long_answer())
+        except EngineError as error:
+            answers.append(str(error))
+
+    before = long_answer()
+    requests = [threading.Thread(target=request) for _ in range(4)]
+    for thread in requests:
+        thread.start()
+    for _ in range(1 + len(requests)):
+        begun.acquire()
     check_armed(served, trainer, version, 12)
-    for request in requests:
-        request.join()
+    for thread in requests:
+        thread.join()
+    refused = [answer for answer in answers if isinstance(answer, str)]
+    assert all("(503): Generation refused" in answer for answer in refused)
+    assert [answer for answer in answers if answer not in refused] == [before] * (len(requests) - len(refused))
     trainer.publisher.close()
-    # one that came after the pause was refused, which ended its thread
-    assert all(answer == before for answer in answers)
+
+
+CHECKS = (check_several, check_cancelled, check_another_publish, check_patience, check_requests_in_flight)
 
 
 def check_failure(served: Served, transport: str, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that fails before its word leaves the old version serving; after it, the new one or a refusal."""
+    """A trainer that fails before its word leaves the old version serving; after it, a refusal."""
     trainer = Trainer(served, transport, version)
-    before, sender = generate(served.client), type(trainer.publisher._sender)
+    before = generate(served.client)
 
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
     trainer.arm(version)
     trainer.write(12)
-    monkeypatch.setattr(sender, "stage", fail)
+    monkeypatch.setattr(type(trainer.publisher._sender), "stage", fail)
     with pytest.raises(KeyboardInterrupt):
         trainer.publish(version)
     monkeypatch.undo()
@@ -180,7 +202,7 @@ def check_failure(served: Served, transport: str, version: int, monkeypatch: pyt
     for again in (version, version + 1):
         assert not trainer.publish(again).armed
     trainer.arm(version + 2)
-    monkeypatch.setattr(sender, "send", fail)
+    monkeypatch.setattr(ArmedUpdate, "written", fail)
     with pytest.raises(KeyboardInterrupt):
         trainer.publish(version + 2)
     monkeypatch.undo()
@@ -198,7 +220,8 @@ def start_armed(served: Served, transport: str, version: int, phase: str) -> sub
     device = "cuda:0" if served.cfg.run.backend == "cuda" else "cpu"
     words = [served.process.url, served.process.log.parent / "server.token", transport, device, *SEEDS, version, hold, phase]
     environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    trainer = subprocess.Popen([sys.executable, HERE / "armed_process.py", *map(str, words)], stderr=subprocess.PIPE, text=True, env=environ)
+    command = [sys.executable, HERE / "armed_process.py", *map(str, words)]
+    trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     deadline = time.monotonic() + 300
     while not hold.exists():
         assert trainer.poll() is None, trainer.communicate()[1]
@@ -227,14 +250,12 @@ def check_killed_after_its_word(served: Served, transport: str, version: int) ->
     while time.monotonic() < deadline:
         with pytest.raises(EngineError, match=r"\(503\): Generation refused"):
             generate(served.client)
-        try:
+        with pytest.raises(EngineError, match=r"\(409\)") as refused:
             served.client.post("/resume")
-        except EngineError as error:
-            if "a weight update is under way" not in str(error) and "announced" not in str(error):
-                refusal = str(error)
-                break
+        if "announced" not in str(refused.value):
+            break
         time.sleep(0.1)
-    assert "(409): Cannot resume" in refusal
+    assert f"the trainer of policy version {version + 1} has not said that it compared" in str(refused.value)
     for again in (version + 2, version + 3):
         served.publish("ipc", weights_of(served, SEEDS[1]), again)
     assert_live(served, on_cpu(weights_of(served, SEEDS[1])))
@@ -254,25 +275,26 @@ def check_server_killed_while_armed(served: Served, transport: str, version: int
 
 def await_announced(served: Served) -> None:
     """Until the server knows that an update is announced."""
-    await_answer(lambda: served.client.post("/resume"), "announced a weight update", wanted=False)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            served.versions()
+        except EngineError as error:
+            if "announced a weight update" in str(error):
+                return
+            raise
+        time.sleep(0.02)
+    raise AssertionError("no update was announced")
 
 
 def await_served(served: Served) -> list[int]:
     """Tokens, once the server generates."""
-    return await_answer(lambda: generate(served.client), r"(503): Generation refused", wanted=True)
-
-
-def await_answer(call, refusal: str, *, wanted: bool):
-    """The answer of ``call`` once it is one (``wanted``), or nothing once it is ``refusal``."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            answer = call()
-            if wanted:
-                return answer
+            return generate(served.client)
         except EngineError as error:
-            if not wanted and refusal in str(error):
-                return None
-            assert refusal in str(error) or not wanted, error
+            if "(503): Generation refused" not in str(error):
+                raise
         time.sleep(0.05)
-    raise AssertionError("the server did not come to it")
+    raise AssertionError("the server did not come back")

@@ -1,8 +1,8 @@
 """Either end of the flags of announced updates in a process of its own.
 
-``python flags_process.py rank DESCRIPTION RANK`` takes lines ``wait TURN PATIENCE_S``, ``done TURN`` and ``failed TURN``, and answers each
-with one line of JSON. ``python flags_process.py trainer RANKS`` prints a description and arms; with ``forks`` behind it, a child of it lives
-on, whose id it prints.
+``python flags_process.py rank DESCRIPTION RANK`` takes lines ``wait TURN PATIENCE_S``, ``done TURN`` and ``failed TURN``, and answers
+each with one line of JSON. ``python flags_process.py trainer RANKS`` prints a description, arms, and prints the turn; with ``forks``
+behind it, it prints before that the id of a child that lives on.
 """
 
 import json

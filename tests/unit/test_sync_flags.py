@@ -168,6 +168,6 @@ def test_nothing_stays_behind_and_strangers_cannot_open():
     assert Path(description["path"]).stat().st_mode & 0o777 == 0o600
     flags.unlink()
     assert not Path(description["path"]).exists()
-    with pytest.raises(EngineError, match="cannot be opened .* on one host only"):
+    with pytest.raises(EngineError, match=r"cannot be opened .* on one host only"):
         EngineFlags(description, 0)
     flags.close()
