@@ -161,6 +161,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
     def wait_for_word(self, step: UpdateStep) -> str:
         """After :meth:`begin` of an announced update: empty once the trainer says go, otherwise why nothing of it is to be written."""
         assert self._flags is not None
+        self._loader.look()
         refusal = self._flags.wait(step.turn, step.patience_s)
         if refusal:
             self._manifest, self._pending = None, set()

@@ -1,5 +1,6 @@
 """Updates announced ahead of time into real servers: every check over every transport that can, and two engine ranks."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration import armed_cases
 from integration.server_cases import Served, case_config
+from integration.tiny_runs import run
 
 TRANSPORTS = ("ipc without buckets", "nccl")
 pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(900)]
@@ -49,6 +51,18 @@ def test_a_trainer_fails(served, transport, monkeypatch):
 @pytest.mark.parametrize("check", [armed_cases.check_killed_while_armed, armed_cases.check_killed_after_its_word])
 def test_a_trainer_is_killed(served, check, transport):
     check(served, transport, 10)
+
+
+def test_the_loop_announces_its_syncs_and_takes_back_what_fails(tmp_path):
+    """The first step's set is not settled yet."""
+    done = run([sys.executable, str(Path(__file__).with_name("armed_loop_process.py")), str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["failed"]
+    assert result["after"] == result["before"]
+    assert result["versions"] == [result["version"]]
+    assert result["armed"] == [0.0, 1.0, 1.0, 1.0]
+    assert result["receipts"] == [1.0] * 4
 
 
 def test_the_server_is_killed(two_ranks):
