@@ -178,8 +178,12 @@ class WeightPublisher:
         try:
             named = self._named.of(tensors)
             armed = self._announcer.claimed((policy_version, receipt, in_flight), named)
-            manifest = self._planned(named, policy_version)
-            clock.mark("plan")
+        except BaseException:
+            self._announcer.forget(_CLOSE_S)
+            raise
+        manifest = self._planned(named, policy_version)
+        clock.mark("plan")
+        try:
             done = None if armed is None else self._deliver_armed(armed, manifest, named, clock, receipt=receipt)
             if done is None:
                 done = self._deliver_now(manifest, named, in_flight, clock, receipt=receipt)

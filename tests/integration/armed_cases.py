@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import HERE, Served, assert_live, exported, generate, random_weights
-from integration.torn_cases import SEEDS, kill, on_cpu, weights_of
+from integration.torn_cases import SEEDS, kill, weights_of
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync.announcer import ArmedUpdate
@@ -51,15 +51,21 @@ class Trainer:
         assert self.publisher.arm(version, **options), self.publisher.not_armed
 
 
+def assert_held(served: Served, version: int, weights: dict[str, torch.Tensor]) -> None:
+    """Every rank holds its part of ``weights``, which are ``version``."""
+    versions = served.versions()
+    assert set(versions) == {version}
+    for rank in range(len(versions)):
+        assert_live(served, weights, rank=rank, size=len(versions))
+
+
 def check_armed(served: Served, trainer: Trainer, version: int, seed: int, **options) -> PublishReport:
     """Announced, trained, published: the new bytes are live."""
     trainer.arm(version, **options)
     new = trainer.write(seed)
     report = trainer.publish(version, **options)
     assert report.armed
-    assert set(served.versions()) == {version}
-    for rank in range(len(trainer.publisher.workers)):
-        assert_live(served, new, rank=rank, size=len(trainer.publisher.workers))
+    assert_held(served, version, new)
     return report
 
 
@@ -102,7 +108,7 @@ def check_cancelled(served: Served, transport: str, version: int) -> None:
         served.publisher("ipc")
     trainer.publisher.disarm()
     assert generate(served.client) == before
-    assert_live(served, trainer.old)
+    assert_held(served, version - 1, trainer.old)
     trainer.arm(version)
     assert trainer.publisher.policy_version() == version - 1, "whoever asks the engine takes the announcement back"
     check_armed(served, trainer, version, 12)
@@ -117,16 +123,24 @@ def check_another_publish(served: Served, transport: str, version: int) -> None:
     trainer.arm(version)
     new = trainer.write(12)
     assert not trainer.publish(version + 1).armed
-    assert served.versions() == [version + 1]
-    assert_live(served, new)
+    assert_held(served, version + 1, new)
     trainer.arm(version + 2)
     assert not trainer.publish(version + 2, receipt=False).armed
     trainer.arm(version + 3)
     assert not trainer.publisher.publish(exported(trainer.weights), policy_version=version + 3).armed
-    assert_live(served, new)
+    assert_held(served, version + 3, new)
     assert not trainer.publisher.arm(version + 4)
     with pytest.raises(EngineError, match="came twice"):
         trainer.publisher.publish([*trainer.entries, trainer.entries[0]], policy_version=version + 4)
+    for again in (version + 5, version + 6):
+        trainer.publish(again)
+    served.publish("ipc", weights_of(served, SEEDS[0]), version + 7)
+    trainer.arm(version + 8)
+    assert not trainer.publish(version + 8).armed, "another trainer has published since the last time"
+    assert_held(served, version + 8, new)
+    for again in (version + 9, version + 10):
+        trainer.publish(again)
+    check_armed(served, trainer, version + 11, 11)
     trainer.publisher.close()
     generate(served.client)
 
@@ -138,12 +152,11 @@ def check_patience(served: Served, transport: str, version: int) -> None:
     trainer.arm(version, patience_s=0.5)
     new = trainer.write(12)
     assert await_served(served) == before
-    assert served.versions() == [version - 1]
-    assert_live(served, trainer.old)
+    assert_held(served, version - 1, trainer.old)
     report = trainer.publish(version)
     assert not report.armed
     assert report.receipt is not None
-    assert_live(served, new)
+    assert_held(served, version, new)
     check_armed(served, trainer, version + 1, 11)
     trainer.publisher.close()
 
@@ -198,7 +211,7 @@ def check_failure(served: Served, transport: str, version: int, monkeypatch: pyt
         trainer.publish(version)
     monkeypatch.undo()
     assert generate(served.client) == before
-    assert_live(served, trainer.old)
+    assert_held(served, version - 1, trainer.old)
     for again in (version, version + 1):
         assert not trainer.publish(again).armed
     trainer.arm(version + 2)
@@ -236,10 +249,9 @@ def check_killed_while_armed(served: Served, transport: str, version: int) -> No
     await_announced(served)
     kill(served, trainer)
     await_served(served)
-    assert served.versions() == [version]
-    assert_live(served, random_weights(served.cfg, SEEDS[0]))
+    assert_held(served, version, random_weights(served.cfg, SEEDS[0]))
     served.publish("ipc", weights_of(served, SEEDS[1]), version + 1)
-    assert_live(served, random_weights(served.cfg, SEEDS[1]))
+    assert_held(served, version + 1, random_weights(served.cfg, SEEDS[1]))
     generate(served.client)
 
 
@@ -258,7 +270,7 @@ def check_killed_after_its_word(served: Served, transport: str, version: int) ->
     assert f"the trainer of policy version {version + 1} has not said that it compared" in str(refused.value)
     for again in (version + 2, version + 3):
         served.publish("ipc", weights_of(served, SEEDS[1]), again)
-    assert_live(served, on_cpu(weights_of(served, SEEDS[1])))
+    assert_held(served, version + 3, random_weights(served.cfg, SEEDS[1]))
     generate(served.client)
 
 
