@@ -106,27 +106,29 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
-        if self._armed:
-            # the other one's body was read while this one's was
-            await _refuse(scope, send, 409, _ARMED)
+        announced = _is_announced(step)
+        if self._armed or (announced and self._updating):
+            # it began while this body was read, or the workers are needed for its next step
+            await _refuse(scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before.")
             return
         before, self._uncompared = self._uncompared, _to_compare(step)
         self._updating += 1
-        self._armed = _is_announced(step)
+        self._armed = announced
         try:
             with self._may_change():
                 calls = self._calls
                 if mode is None:
                     results = await engine.collective_rpc("weight_update", args=(step,))
                 else:
-                    results = await self._paused_call(engine, mode, step)
+                    results = await self._paused_call(engine, mode, step, announced=announced)
         except Exception as error:
             # the workers' own, or the end of the engine
             await _refuse(scope, send, 500, str(error))
             return
         finally:
             self._updating -= 1
-            self._armed = False
+            if announced:
+                self._armed = False
         if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
@@ -146,12 +148,12 @@ class TokenGuard:
         self._uncompared = None
         await _answer(send, 200, {"status": "resumed"})
 
-    async def _paused_call(self, engine: Any, mode: str, step: str) -> list[dict[str, Any]]:
+    async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool) -> list[dict[str, Any]]:
         """From the pause on the weights count as torn. Answers of requests that end in it get out first, under their own version.
 
         An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
         """
-        resumes = self._armed and not await engine.is_paused()
+        resumes = announced and not await engine.is_paused()
         await self._refuse_while_paused(engine)
         if engine.output_processor.has_unfinished_requests():
             await engine.pause_generation(mode=mode, clear_cache=True)
@@ -159,7 +161,7 @@ class TokenGuard:
             await engine.renderer.clear_mm_cache_async()
         self._state = _TORN
         results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
-        if self._armed and all(result.get("unprepared") or result.get("disarmed") for result in results):
+        if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
             if resumes:
                 await engine.resume_generation()
             self._state = None
