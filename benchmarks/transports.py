@@ -219,26 +219,52 @@ def local_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
     return {"bytes_copied": copied, "sync_seconds": seconds, "receipt_seconds_both_sides": timed(receipt, rounds), "receipt_equal": True}
 
 
+TRAINING_S = 0.05
+"""Stands for the optimizer step between an announcement and its sync."""
+
+
 def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
-    """Updates of the server, in turn without and with a receipt. Three come first, in which things are prepared."""
+    """Updates of the server, in turn without and with a receipt, then the same announced before. Three come first, in which things are
+    prepared."""
     for version in range(3):
         engine.publish(entries, policy_version=version, receipt=True)
-    reports: dict[bool, list] = {False: [], True: []}
-    whole: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * rounds):
-        receipt = turn % 2 == 1
+    can_arm = engine.arm(3, receipt=False)
+    engine.disarm()
+    kinds = [(armed, receipt) for armed in ((False, True) if can_arm else (False,)) for receipt in (False, True)]
+    reports: dict[tuple[bool, bool], list] = {kind: [] for kind in kinds}
+    whole: dict[tuple[bool, bool], list[float]] = {kind: [] for kind in kinds}
+    for turn in range(len(kinds) * rounds):
+        armed, receipt = kind = kinds[turn % len(kinds)]
+        if armed:
+            engine.arm(3 + turn, receipt=receipt)
+            time.sleep(TRAINING_S)
         started = time.perf_counter()
-        reports[receipt].append(engine.publish(entries, policy_version=3 + turn, receipt=receipt))
-        whole[receipt].append(time.perf_counter() - started)
-    proven = reports[True]
-    sync = spread([r.seconds for r in reports[False]])
-    extra = statistics.median(whole[True]) - statistics.median(whole[False])
+        reports[kind].append(engine.publish(entries, policy_version=3 + turn, receipt=receipt))
+        whole[kind].append(time.perf_counter() - started)
+        if reports[kind][-1].armed != armed:
+            raise RuntimeError("a sync that had been announced was not waited for, so that it measures something else")
+    result = sync_figures(reports[False, False], reports[False, True], whole[False, False], whole[False, True])
+    if can_arm:
+        announced = sync_figures(reports[True, False], reports[True, True], whole[True, False], whole[True, True])
+        result |= {f"armed_{name}": value for name, value in announced.items()}
+        result["armed_sync_with_receipt_seconds"] = spread([r.seconds for r in reports[True, True]])
+    return result
+
+
+def sync_figures(plain: list, proven: list, whole_plain: list[float], whole_proven: list[float]) -> dict[str, Any]:
+    """Of syncs without and with a receipt: their reports and the wall seconds of the whole call, resumption included.
+
+    ``sync_seconds``: from the call until the trainer knows that every engine rank holds every byte, without a receipt.
+    """
+    sync = spread([r.seconds for r in plain])
+    extra = statistics.median(whole_proven) - statistics.median(whole_plain)
     return {
         "phase_seconds": {phase: spread([r.phases.get(phase, 0.0) for r in proven]) for phase in proven[-1].phases},
+        "phase_seconds_without_receipt": {phase: spread([r.phases.get(phase, 0.0) for r in plain]) for phase in plain[-1].phases},
         "bytes_copied": proven[-1].num_bytes,
         "sync_seconds": sync,
-        "wire_seconds": spread([r.phases["send: engine copies"] for r in reports[False]]),
-        "publish_seconds": {"without_receipt": spread(whole[False]), "with_receipt": spread(whole[True])},
+        "wire_seconds": spread([r.phases["send: engine copies"] for r in plain]),
+        "publish_seconds": {"without_receipt": spread(whole_plain), "with_receipt": spread(whole_proven)},
         "receipt_extra_seconds": extra,
         "receipt_share_of_sync": extra / sync["median"],
         "receipt_equal": all(r.receipt is not None for r in proven),
@@ -248,7 +274,8 @@ def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """The sync and its bytes on the way over the plain copy that it stands beside: between the GPUs where there are two."""
     copy = result.get("copy_to_the_other_gpu_seconds", result["device_copy_seconds"])["median"]
-    return {f"{part}_over_copy": result[f"{part}_seconds"]["median"] / copy for part in ("sync", "wire")}
+    parts = ("sync", "wire", "armed_sync", "armed_wire", "armed_sync_with_receipt")
+    return {f"{part}_over_copy": result[f"{part}_seconds"]["median"] / copy for part in parts if f"{part}_seconds" in result}
 
 
 def reload_quantized(engine: Any, layout: list, device: Any) -> None:

@@ -26,6 +26,12 @@ class SyncConfig(Section):
         description="ipc on a GPU copies through buckets instead of letting the engine read the trainer's memory: for weights in a memory "
         "pool that cannot be shared between processes. Always so on the CPU.",
     )
+    arm: bool = Field(
+        default=True,
+        description="Announce each sync to a server before the step's last optimizer step, so that only the copies come after it: nccl and "
+        "ipc without buckets, one trainer process, on the server's host. Elsewhere nothing is announced (metric sync/armed). The "
+        "server answers 503 from then on.",
+    )
     receipt: bool = Field(default=True, description="Compare digests of what trainer and engine hold after every sync (docs/receipt.md).")
 
 

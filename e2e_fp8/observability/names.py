@@ -251,6 +251,7 @@ _COST = {
     **_prefixed("rollout", _table("fraction", prefix_cache_hit_rate="Prompt tokens that the engine found in its prefix cache")),
     **_prefixed("train", _table("tokens/s", tokens_per_s="Training speed of the update phase")),
     **_prefixed("sync", {**_table("bytes", bytes="Bytes delivered to the engine"), **_table("s", seconds="Time of the delivery")}),
+    **_prefixed("sync", _table("", armed="1 when the server waited for it (sync.arm): its time is that of the copies")),
     **_prefixed("receipt", _table("", passed="1 when the engine's bytes equal the trainer's", tensors="Tensors compared")),
     **_prefixed("receipt", _table("fraction", share_of_sync="Time of the receipt over the time of the delivery")),
     **_prefixed("receipt", _table("GB/s", gb_per_s="Bytes of both sides over the time of the receipt")),

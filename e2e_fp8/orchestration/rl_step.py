@@ -1,11 +1,12 @@
 """One reinforcement-learning step: roll out, reward, old log-probs and values, correction, updates, sync."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.correction.apply import correct
+from e2e_fp8.errors import EngineError
 from e2e_fp8.observability.timers import PhaseTimer
 from e2e_fp8.orchestration.batching import regrouped
 from e2e_fp8.orchestration.collect import collect
@@ -44,9 +45,15 @@ def run_step(
     cfg, trained_version = session.cfg, session.trainer.policy_version
     with sampling or nullcontext():
         collected = collect(session, step, timer)
-    update = _train_on(session, step, collected.kept, timer, census=census) if collected.kept else _nothing_to_train_on(session)
-    with timer("sync"):
-        sync = session.sync()
+    try:
+        update = _train_on(session, step, collected.kept, timer, census=census) if collected.kept else _nothing_to_train_on(session)
+        with timer("sync"):
+            sync = session.sync()
+    except BaseException:
+        # what follows, a checkpoint perhaps, must not keep the engine waiting
+        with suppress(EngineError):
+            session.disarm()
+        raise
     record = collected.metrics | update | _cost_metrics(timer, sync)
     record["rollout/tokens_per_s"] = record["tokens/rollout"] / max(record["time/rollout"], 1e-9)
     if "time/update" in record:
@@ -125,7 +132,11 @@ def _update(session: Session, step: int, minibatches: list[list[PackedBatch]], s
         objective = shadow.objective_for(index, part)
         loss_fn = PolicyLoss(objective=objective, correction=cfg.correction, max_response_tokens=cfg.rollout.max_response_tokens)
         trained += float(sum(b.trained_mask.sum() for b in part))
-        reports.append(optimizer_step(session.trainer, part, loss_fn, loss_denominator(part, cfg.objective.loss_agg_mode)))
+        denominator = loss_denominator(part, cfg.objective.loss_agg_mode)
+        if index + 1 == len(minibatches) and denominator:
+            # nothing but this step comes before the sync
+            session.arm()
+        reports.append(optimizer_step(session.trainer, part, loss_fn, denominator))
     return mean_of(corrections) | _update_metrics(reports) | {TRAINED_TOKENS: trained}
 
 
@@ -174,5 +185,5 @@ def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> flo
 def _cost_metrics(timer: PhaseTimer, sync: SyncReport) -> dict[str, float]:
     record = timer.metrics()
     record |= {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": sync.receipt_seconds}
-    record["time/sync"] = sync.seconds
+    record |= {"time/sync": sync.seconds, "sync/armed": float(sync.armed)}
     return record | sync.receipt_metrics

@@ -196,6 +196,17 @@ class Session:
             longest_prompt=cfg.rollout.max_model_len - cfg.rollout.max_response_tokens,
         )
 
+    def arm(self) -> None:
+        """Before a step's last optimizer step: announce the sync that follows it, where the transport can. The next engine call has to be
+        :meth:`sync` or :meth:`disarm`."""
+        if self.cfg.sync.arm and isinstance(self.rollout, ServerEngine):
+            self.rollout.arm(self.trainer.policy_version + 1, receipt=self.cfg.sync.receipt)
+
+    def disarm(self) -> None:
+        """Take back what :meth:`arm` announced: the engine serves its old weights again."""
+        if isinstance(self.rollout, ServerEngine):
+            self.rollout.disarm()
+
     def sync(self) -> SyncReport:
         """Deliver the trainer's weights into the engine."""
         rollout = self.start_rollout()

@@ -23,7 +23,7 @@ from e2e_fp8.rollout.engine import VllmEngine
 from e2e_fp8.rollout.server_engine import ServerEngine
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.point_to_point import transfer_plan
-from e2e_fp8.sync.publisher import PublishReport
+from e2e_fp8.sync.publish_report import PublishReport
 from e2e_fp8.sync.rank_publisher import RankPublisher
 from e2e_fp8.sync.receipt import Manifest, ManifestSeries, check_receipt, manifest_of
 from e2e_fp8.training.engine import MegatronEngine
@@ -38,8 +38,10 @@ class SyncReport:
     num_bytes: int
     """Bytes copied into the engine; with the ``shared`` transport those of the tensors that are not one storage with the trainer's."""
     seconds: float
-    """Export and delivery, until the engine can generate again."""
+    """Export and delivery, until the trainer knows that the engine holds every byte."""
     receipt_seconds: float
+    armed: bool = False
+    """Whether the engine waited for it, see ``WeightPublisher.arm``."""
     receipt: Manifest | None
     """Engine-side manifest, equal to the trainer's; None when the receipt is switched off."""
 
@@ -199,6 +201,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         num_bytes=report.num_bytes,
         seconds=report.seconds,
         receipt_seconds=report.receipt_seconds,
+        armed=report.armed,
         receipt=report.receipt,
     )
 

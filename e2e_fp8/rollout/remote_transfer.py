@@ -26,6 +26,7 @@ from e2e_fp8.rollout.weight_loading import InPlaceLoader, LayerwiseLoader, LiveP
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
 from e2e_fp8.sync.channels import VERSION_KEY, Receiver, open_receiver
 from e2e_fp8.sync.direct import DirectReceiver
+from e2e_fp8.sync.flags import EngineFlags
 from e2e_fp8.sync.rank_publisher import CHANNEL
 from e2e_fp8.sync.token import require_token_for_dev_routes
 
@@ -89,6 +90,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._loader: Loader = InPlaceLoader(self._parameters, self.parts) if self.in_place else LayerwiseLoader(model, self.model_config)
         self._receiver: Receiver | RankFiller | None = None
         self._channel = ""
+        self._flags: EngineFlags | None = None
         self._prepared: UpdateManifest | None = None
         self._manifest: UpdateManifest | None = None
         self._pending: set[int] = set()
@@ -98,8 +100,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
     def init_transfer_engine(self, init_info: RemoteInitInfo) -> None:
         self._close_receiver()
         self._capture_routing()
-        parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = self._rank
         if init_info.channel == CHANNEL:
             receiver = RankFiller(init_info.parameters, self.hf_config, self.parallel, rank, self.device)
             receiver.look(self._live_now(), all_in_place=self.in_place)
@@ -112,6 +113,17 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             receiver.expect(self._prepared)
         self._receiver = receiver
         self._channel = init_info.id
+
+    @property
+    def _rank(self) -> int:
+        """Of all ranks of the engine."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def open_flags(self, description: dict[str, Any]) -> None:
+        """Open a trainer's flags (``TrainerFlags.describe``) in the place of others. Raises EngineError on another host."""
+        self._close_flags()
+        self._flags = EngineFlags(description, self._rank)
 
     @property
     def has_channel(self) -> bool:
@@ -135,7 +147,9 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._accept(manifest)
 
     def is_prepared(self, step: UpdateStep) -> bool:
-        """Whether :meth:`begin` may follow: these tensors were accepted before, and the open channel is this sender's."""
+        """Whether :meth:`begin` may follow: these tensors were accepted before, the open channel and flags are this sender's."""
+        if step.flags and (self._flags is None or self._flags.id != step.flags):
+            return False
         return self._prepared is not None and self._prepared.layout_digest == step.layout and self._channel == step.channel
 
     def begin(self, policy_version: int, *, sealed: bool = False) -> None:
@@ -143,6 +157,20 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         receipt is asked for then."""
         assert self._prepared is not None
         self._accept(self._prepared.at_version(policy_version), sealed=sealed)
+
+    def wait_for_word(self, step: UpdateStep) -> str:
+        """After :meth:`begin` of an announced update: empty once the trainer says go, otherwise why nothing of it is to be written."""
+        assert self._flags is not None
+        self._loader.look()
+        refusal = self._flags.wait(step.turn, step.patience_s)
+        if refusal:
+            self._manifest, self._pending = None, set()
+        return refusal
+
+    def tell(self, step: UpdateStep, *, done: bool) -> None:
+        """Tell the trainer of an announced update that this rank holds all of it, or never will."""
+        if step.flags and self._flags is not None:
+            (self._flags.done if done else self._flags.failed)(step.turn)
 
     def _accept(self, manifest: UpdateManifest, *, sealed: bool = False) -> None:
         self._loader.abandon()
@@ -210,8 +238,14 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             self._receiver.close()
             self._receiver = None
 
+    def _close_flags(self) -> None:
+        if self._flags is not None:
+            self._flags.close()
+            self._flags = None
+
     def shutdown(self) -> None:
         self._close_receiver()
+        self._close_flags()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:

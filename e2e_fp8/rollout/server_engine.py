@@ -23,7 +23,8 @@ from e2e_fp8.rollout.sampling import check_prompts, finished_sample, request_see
 from e2e_fp8.rollout.server_process import ServerProcess, server_flags
 from e2e_fp8.sync.channels import WriteFolder
 from e2e_fp8.sync.control import UpdateControl
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
@@ -209,6 +210,15 @@ class ServerEngine:
         if publisher is None:
             raise EngineError("sync.transport is ranks, which takes no whole tensors: use orchestration.weight_sync.publish_weights.")
         return self.delivered(lambda: publisher.publish(tensors, policy_version=policy_version, receipt=receipt), policy_version)
+
+    def arm(self, policy_version: int, *, receipt: bool) -> bool:
+        """Announce the next :meth:`publish`, of the same tensors; see :meth:`WeightPublisher.arm`. Nothing generates until then."""
+        return self.publisher is not None and self.publisher.arm(policy_version, receipt=receipt)
+
+    def disarm(self) -> None:
+        """Take back what :meth:`arm` announced, if it did; see :meth:`WeightPublisher.disarm`."""
+        if self.publisher is not None:
+            self.publisher.disarm()
 
     def delivered(self, deliver: Callable[[], PublishReport], policy_version: int) -> PublishReport:
         """Run ``deliver``, which brings ``policy_version`` into the server, and serve that version from then on; its errors."""

@@ -36,6 +36,8 @@ CONTROL_ROUTES = (
     "/detokenize",
 )
 """POST routes that work whatever state the weights are in; any other is taken for generation."""
+_WITHOUT_WORKERS = ("/abort_requests", "/tokenize", "/detokenize")
+_ARMED = "A trainer has announced a weight update, for which the workers wait: it has to publish, cancel or end first."
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
 _PAUSED = "generation is paused for a weight update"
 
@@ -55,6 +57,8 @@ class TokenGuard:
         """Control calls so far that may have changed it."""
         self._updating = 0
         """Steps of updates under way."""
+        self._armed = False
+        """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
         self._uncompared: int | None = None
         """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
         self._in_flight = InFlight()
@@ -102,22 +106,30 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
+        announced = _is_announced(step)
+        if self._armed or (announced and self._updating):
+            # it began while this body was read, or the workers are needed for its next step
+            await _refuse(scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before.")
+            return
         before, self._uncompared = self._uncompared, _to_compare(step)
         self._updating += 1
+        self._armed = announced
         try:
             with self._may_change():
                 calls = self._calls
                 if mode is None:
                     results = await engine.collective_rpc("weight_update", args=(step,))
                 else:
-                    results = await self._paused_call(engine, mode, "weight_update", step)
+                    results = await self._paused_call(engine, mode, step, announced=announced)
         except Exception as error:
             # the workers' own, or the end of the engine
             await _refuse(scope, send, 500, str(error))
             return
         finally:
             self._updating -= 1
-        if any(result.get("unprepared") for result in results):
+            if announced:
+                self._armed = False
+        if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
         states = [result["state"] for result in results if "state" in result]
@@ -136,8 +148,12 @@ class TokenGuard:
         self._uncompared = None
         await _answer(send, 200, {"status": "resumed"})
 
-    async def _paused_call(self, engine: Any, mode: str, method: str, argument: str) -> list[dict[str, Any]]:
-        """From the pause on the weights count as torn. Requests that were admitted before it end first, under their own version."""
+    async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool) -> list[dict[str, Any]]:
+        """From the pause on the weights count as torn. Requests that were admitted before it end first, under their own version.
+
+        An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
+        """
+        resumes = announced and not await engine.is_paused()
         await self._refuse_while_paused(engine)
         is_busy = engine.output_processor.has_unfinished_requests
         if mode == "wait":
@@ -148,7 +164,14 @@ class TokenGuard:
             await engine.renderer.clear_mm_cache_async()
         await self._in_flight.settle(is_busy, is_paused=is_paused)
         self._state = _TORN
-        return await engine.engine_core.call_utility_async(METHOD, mode, method, (argument,))
+        results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
+        if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
+            if resumes:
+                await engine.resume_generation()
+            self._state = None
+            if not resumes:
+                await self._refuse_while_paused(engine)
+        return results
 
     @staticmethod
     def _generates(scope: Scope) -> bool:
@@ -167,6 +190,8 @@ class TokenGuard:
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
+        if self._armed and path in CONTROL_ROUTES and path not in _WITHOUT_WORKERS:
+            return 409, _ARMED
         if path == "/pause":
             if query.get("mode") == "keep":
                 return 409, "mode=keep would finish requests under other weights than they began with: use mode=wait or mode=abort."
@@ -187,10 +212,14 @@ class TokenGuard:
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
 
     async def _resume_refusal(self, engine: Any, query: dict[str, str]) -> tuple[int, str] | None:
+        under_way = 409, "Cannot resume: a weight update is under way."
         if self._updating:
-            return 409, "Cannot resume: a weight update is under way."
+            return under_way
         self._state = self._told
         state, version = await self._ask(engine), self._uncompared
+        if self._updating:
+            # it began while the workers answered
+            return under_way
         if not state["refusal"] and version is not None and query.get("compared") != str(version):
             reason = f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
             state = self._state = {**state, "refusal": reason}
@@ -232,6 +261,14 @@ def _to_compare(step: str) -> int | None:
     except (ValueError, KeyError, TypeError):
         # refused by the workers, which read it whole
         return None
+
+
+def _is_announced(step: str) -> bool:
+    """Whether the workers are going to wait for the trainer's word."""
+    try:
+        return bool(json.loads(step)["flags"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 async def _body(receive: Receive) -> str | None:

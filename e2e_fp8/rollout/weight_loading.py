@@ -13,6 +13,10 @@ from e2e_fp8.sync.copies import CopyPlan
 class Loader(Protocol):
     """Takes a complete set of HF-named tensors in any number of pieces."""
 
+    def look(self) -> None:
+        """Do what can be done of :meth:`start` while the model still serves."""
+        ...
+
     def start(self) -> None: ...
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
         """Take whole HF tensors, which the caller reuses afterwards; ``reusable`` when this very mapping comes again.
@@ -71,18 +75,27 @@ class InPlaceLoader:
         self._live: dict[str, torch.Tensor] = {}
         self._plans: dict[int, tuple[Mapping[str, torch.Tensor], CopyPlan]] = {}
         """By the mapping's id, which stays its own because the mapping is kept."""
+        self._looked = False
+        """Since the last update."""
 
     def start(self) -> None:
+        if not self._looked:
+            self.look()
+        self._looked = False
+
+    def look(self) -> None:
         """Look where the live parameters are; plans of the last update hold when they have not moved."""
         addresses = self._parameters.addresses()
         if addresses != self._addresses:
             named = self._parameters.named()
             self._live = {name: slot.live(named) for name, slot in self._slots.items()}
             self._plans, self._addresses = {}, addresses
+        self._looked = True
 
     def views(self) -> Mapping[str, torch.Tensor]:
         """HF name to this rank's part as a view of the live parameters; the same mapping while nothing has moved."""
-        self.start()
+        self.look()
+        self._looked = False
         return self._live
 
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
@@ -104,7 +117,8 @@ class InPlaceLoader:
         """Everything is in place."""
 
     def abandon(self) -> None:
-        """Nothing to undo: the next update overwrites every byte."""
+        """Of the bytes nothing is to be undone: the next update overwrites them all."""
+        self._looked = False
 
     def forget(self) -> None:
         self._plans = {}
@@ -115,6 +129,9 @@ class LayerwiseLoader:
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model, self._model_config = model, model_config
+
+    def look(self) -> None:
+        """Nothing: a layer that is going to be reloaded does not serve."""
 
     def start(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

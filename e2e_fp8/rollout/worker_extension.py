@@ -48,9 +48,9 @@ class WorkerExtension:
         A call that finishes the update also says ``state``, see :meth:`weight_state`; where the step asks for a receipt, ``table`` and
         ``seal`` as of :meth:`LiveReceipt.sealed` and ``receipt_seconds``, which are not part of ``seconds``.
         ``unprepared``: nothing was done, because these tensors or this channel are not known; call ``prepare_update`` and
-        ``init_weight_transfer_engine`` first.
+        ``init_weight_transfer_engine`` first. A step with ``flags`` waits for the trainer's word before anything is marked or written;
+        ``disarmed`` says why it did not come.
         """
-        started = time.perf_counter()
         try:
             transfer, wanted = _transfer(self), UpdateStep.from_json(step)
             if wanted.begin:
@@ -59,11 +59,12 @@ class WorkerExtension:
                 self._weight_update_active = False
                 transfer.reset_weight_update_target()
                 transfer.begin(wanted.policy_version, sealed=wanted.finish and wanted.receipt)
-                self.start_weight_update()
-            self.update_weights({"manifest": wanted.update_digest, "update": wanted.update})
+                if wanted.flags and (refusal := transfer.wait_for_word(wanted)):
+                    return {"disarmed": refusal}
+            started = time.perf_counter()
+            self._written(wanted)
             if not wanted.finish:
                 return {"seconds": time.perf_counter() - started}
-            self.finish_weight_update()
             finished = time.perf_counter()
             answer: dict[str, Any] = {"seconds": finished - started, "state": self.weight_state()}
             if wanted.receipt:
@@ -72,6 +73,27 @@ class WorkerExtension:
         except UserError as error:
             return {"error": str(error)}
         return answer
+
+    def _written(self, step: UpdateStep) -> None:
+        transfer = _transfer(self)
+        try:
+            if step.begin:
+                self.start_weight_update()
+            self.update_weights({"manifest": step.update_digest, "update": step.update})
+            if step.finish:
+                self.finish_weight_update()
+        except BaseException:
+            transfer.tell(step, done=False)
+            raise
+        transfer.tell(step, done=True)
+
+    def open_flags(self, description: str) -> dict[str, Any]:
+        """Open a trainer's flags, ``TrainerFlags.describe`` in JSON; ``refusal``: why this rank cannot, empty when it has."""
+        try:
+            _transfer(self).open_flags(json.loads(description))
+        except (UserError, ValueError) as error:
+            return {"refusal": str(error)}
+        return {"refusal": ""}
 
     def close_channel(self, channel: str) -> dict[str, Any]:
         """Let go of a trainer's memory or process group; nothing when another channel has taken its place."""

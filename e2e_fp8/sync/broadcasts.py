@@ -65,6 +65,10 @@ class NcclSender:
         own = [tensors[spec.name] for spec in bucket]
         return lying(bucket, own) if own[0].device == self._device else None
 
+    def whole_update(self, manifest: UpdateManifest) -> dict[str, Any]:
+        """What :meth:`send` announces."""
+        return {"buckets": list(range(len(manifest.buckets)))}
+
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing: buckets are packed while the last one is on the wire."""
 
@@ -72,7 +76,7 @@ class NcclSender:
         group = self._group
         assert group is not None
         with ThreadPoolExecutor(1) as poster:
-            posted = poster.submit(announce, {"buckets": list(range(len(manifest.buckets)))}, first=True, last=True)
+            posted = poster.submit(announce, self.whole_update(manifest), first=True, last=True)
 
             def check() -> None:
                 if posted.done() and posted.exception() is not None:

@@ -134,6 +134,12 @@ class UpdateStep:
     """Whether the engine's memory is digested in the same call, each part after the last message that writes it."""
     compare: bool = False
     """Whether the trainer is going to compare bytes: generation resumes only once it says that it has."""
+    flags: str = ""
+    """Id of the ``TrainerFlags`` by which the trainer says when to begin; empty to begin at once."""
+    turn: int = 0
+    """Their turn."""
+    patience_s: float = 0.0
+    """How long to wait for the trainer's word."""
 
     @property
     def update_digest(self) -> str:
@@ -151,9 +157,11 @@ class UpdateStep:
             step = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise EngineError(f"Malformed step of a weight update ({error!r}); refused.") from error
-        kinds = (str, int, str, bool, dict, bool, bool, bool)
+        kinds = (str, int, str, bool, dict, bool, bool, bool, str, int, int | float)
         if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
             raise EngineError("Malformed step of a weight update; refused.")
+        if step.flags and not (step.begin and step.finish):
+            raise EngineError("An announced update is one step, and this one does not begin and finish it; refused.")
         return step
 
 

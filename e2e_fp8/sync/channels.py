@@ -48,6 +48,10 @@ class Sender(Protocol):
         """Make the channel ready for this update; ``init`` posts an ``init_info`` to all ranks."""
         ...
 
+    def whole_update(self, manifest: UpdateManifest) -> dict[str, Any] | None:
+        """What this transport announces, where that is one announcement for a whole update and known before its bytes are."""
+        ...
+
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Do what can be done while the engine still generates from the old weights."""
         ...
@@ -94,6 +98,10 @@ class IpcSender:
             self.close()
             raise
         self._buffers.unlink()
+
+    def whole_update(self, manifest: UpdateManifest) -> dict[str, Any] | None:
+        """None: a call for each bucket."""
+        return None
 
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing: buckets are filled while the engine reads the last one."""
@@ -154,6 +162,10 @@ class DiskSender:
         if not self._opened:
             init({"channel": "disk", "parameters": {}})
             self._opened = True
+
+    def whole_update(self, manifest: UpdateManifest) -> dict[str, Any] | None:
+        """None: reading a folder takes longer than any message."""
+        return None
 
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the folder; the engine goes on until it is complete."""

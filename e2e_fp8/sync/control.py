@@ -22,6 +22,8 @@ class UpdateControl:
     def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
         """Raises EngineError when the server is not there."""
         self.client = ServerClient(url, token, timeout_s=timeout_s)
+        self.waiting_client = ServerClient(url, token, timeout_s=timeout_s)
+        """A connection of its own, for calls that take as long as the trainer makes them wait."""
         self.workers = self.client.collective("describe_worker")
         """What each engine rank says of itself; see ``WorkerExtension.describe_worker``."""
         self._prepared, self._channel = "", ""
@@ -60,20 +62,16 @@ class UpdateControl:
         Raises:
             UnpreparedError: the server was started again, or another trainer has published to it.
         """
-        step = UpdateStep(
-            layout=manifest.layout_digest,
-            policy_version=manifest.policy_version,
-            channel=self._channel,
-            begin=first,
-            update=update,
-            finish=last,
-            receipt=receipt,
-            compare=compare,
-        )
+        step = self.step(manifest, update, begin=first, finish=last, receipt=receipt, compare=compare)
         ranks = self.client.update(step.to_dict(), pause=in_flight if first else None)
         if any(rank.get("unprepared") for rank in ranks):
             raise UnpreparedError("The rollout server does not know this update; publish again.")
         return ranks
+
+    def step(self, manifest: UpdateManifest, update: dict[str, Any], **fields: Any) -> UpdateStep:
+        """A step of the update over the open channel; ``fields``: the others of :class:`UpdateStep`."""
+        where = {"layout": manifest.layout_digest, "policy_version": manifest.policy_version, "channel": self._channel}
+        return UpdateStep(**where, update=update, **fields)
 
     def refuse(self, reason: str) -> None:
         """Mark the weights as unusable until the next finished update."""

@@ -89,6 +89,10 @@ class DirectSender:
         on_gpu = tensor.device.type == "cuda" and tensor.device == self._device
         return on_gpu and tensor.is_contiguous() and tensor.numel() > 0 and name not in self._moving
 
+    def whole_update(self, manifest: UpdateManifest) -> dict[str, Any]:
+        """What :meth:`send` announces."""
+        return {"buckets": list(range(len(manifest.buckets)))}
+
     def stage(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what the engine cannot read where it lies, and wait until the trainer's own kernels have written the rest."""
         CopyPlan((target, tensors[name]) for name, target in self._staged.items()).run()
@@ -96,7 +100,7 @@ class DirectSender:
             torch.cuda.synchronize(self._device)
 
     def send(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], announce: Callable[..., None]) -> None:
-        announce({"buckets": list(range(len(manifest.buckets)))}, first=True, last=True)
+        announce(self.whole_update(manifest), first=True, last=True)
 
     def _release(self) -> None:
         if self._staging is not None:

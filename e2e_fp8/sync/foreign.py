@@ -13,7 +13,8 @@ import torch
 from e2e_fp8.errors import EngineError
 from e2e_fp8.numerics.blockwise import quantize_blockwise
 from e2e_fp8.numerics.formats import E4M3, TILE
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from e2e_fp8.errors import ConfigError, EngineError
 
 UPDATE_ROUTE = "/weight_update"
-"""The token guard's own route: one step of a weight update."""
+"""The token guard's own route: one step of a weight update, or all of it announced ahead."""
 _METHOD_ROUTE = "/collective_rpc"
 REPEATABLE_ROUTES = ("/pause", "/resume")
 """POST routes that may be asked twice: the second time changes nothing."""
@@ -127,12 +127,12 @@ class ServerClient:
         """
         return _results(self.post(_METHOD_ROUTE, {"method": method, "args": list(args)}, timeout_s=timeout_s))
 
-    def update(self, step: dict[str, Any], *, pause: str | None = None) -> list[dict[str, Any]]:
+    def update(self, step: dict[str, Any], *, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``weight_update`` returns at every rank for ``step``, an ``UpdateStep``; errors as of :meth:`collective`.
 
         ``pause`` (``wait`` or ``abort``): generation is paused first and counts as torn from then on, see ``TokenGuard``.
         """
-        return _results(self.post(UPDATE_ROUTE if pause is None else f"{UPDATE_ROUTE}?pause={pause}", step))
+        return _results(self.post(UPDATE_ROUTE if pause is None else f"{UPDATE_ROUTE}?pause={pause}", step, timeout_s=timeout_s))
 
     def _checked(self, route: str, status: int, content: bytes) -> Any:
         if status == 401:

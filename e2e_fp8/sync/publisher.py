@@ -2,10 +2,10 @@
 
 publisher = WeightPublisher("http://127.0.0.1:8000", token, transport="ipc", device=torch.device("cpu"))
 publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unless the engine holds these bytes
+publisher.arm(2)                                 # optional, from the third sync on: before the optimizer step that makes version 2
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,61 +17,33 @@ import numpy as np
 import torch
 
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
+from e2e_fp8.sync.announcer import ArmedUpdate, UpdateAnnouncer
 from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
+from e2e_fp8.sync.publish_report import PhaseClock, PublishReport
 from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.sync.settled import NamedTensors
 from e2e_fp8.types import ExportedTensor
 
 _UNCUT_BYTES = 1 << 62
+_CLOSE_S = 10.0
+"""A server that hangs must not keep the trainer from ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishReport:
-    """One finished update."""
+class _Delivered:
+    """Every rank has every byte."""
 
-    policy_version: int
-    num_bytes: int
-    """Bytes of all tensors sent."""
+    answers: Sequence[dict[str, Any]]
+    """Of the ranks to the last announcement."""
+    own: np.ndarray | None
+    """Digests of the trainer's own bytes, if a receipt can use them already."""
     seconds: float
-    """From planning until the engine had everything, pause included, receipt not."""
-    receipt_seconds: float
-    """What the receipt took beyond that; digests that were computed while bytes were under way are in :attr:`seconds`."""
-    receipt: Manifest | None
-    """Digests that trainer and every engine rank agree on; None when the receipt was not asked for."""
-    phases: dict[str, float]
-    """Where the seconds went, in order; a phase ``a: b`` is part of ``a`` where that is a phase too."""
-
-
-class PhaseClock:
-    """Wall seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started = self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        """Everything since the last mark was ``phase``."""
-        now = time.perf_counter()
-        self.add(phase, now - self._last)
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Seconds that were measured elsewhere."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def move(self, seconds: float, of: str, to: str) -> None:
-        """Of one phase so many seconds were another."""
-        self.add(of, -seconds)
-        self.add(to, seconds)
-
-    def total(self) -> float:
-        """Seconds from the start to the last mark."""
-        return self._last - self._started
+    armed: bool = False
 
 
 class WeightPublisher:
@@ -121,6 +93,9 @@ class WeightPublisher:
         self._open_for: Mapping[str, torch.Tensor] | None = None
         """Tensors for which the sender has been opened twice: it knows then that they stay where they are."""
         self._planned_last: tuple[tuple, UpdateManifest] | None = None
+        self._announcer = UpdateAnnouncer(self.control, timeout_s=timeout_s)
+        self.not_armed = ""
+        """Why the last :meth:`arm` did nothing."""
         self._tables: dict[str, PartTable] = {}
         self._receipts: RankReceipts | None = None
         self._reading: torch.cuda.Stream | None = None
@@ -147,6 +122,42 @@ class WeightPublisher:
         if any(worker["device_uuid"] == own for worker in self.workers):
             raise ConfigError(f"Trainer and rollout engine share GPU {own}, and NCCL needs one GPU for each rank: use transport ipc.")
 
+    def arm(self, policy_version: int, *, receipt: bool = True, in_flight: str = "wait", patience_s: float | None = None) -> bool:
+        """Announce that :meth:`publish` comes with the last tuple as ``policy_version`` and the same options; whether that was possible.
+
+        Generation is paused from then on (503), and the engine's ranks wait with the old weights whole, so that of the update only the
+        copies come after the weights are ready. The call itself does not wait. Anything else but that ``publish`` cancels, as
+        :meth:`disarm` does: the old version serves again, as it does when this process dies or has not published after ``patience_s``
+        (by default the publisher's ``timeout_s``). Meanwhile the server answers 409 to what else needs its workers.
+
+        False, :attr:`not_armed` saying why, unless the same tuple was published twice, by ``ipc`` without buckets or ``nccl``, and the
+        engine's ranks share this host's memory. Nothing was done then.
+
+        Raises ConfigError for an ``in_flight`` that is neither, EngineError when the server is gone.
+        """
+        _check_in_flight(in_flight)
+        self.disarm()
+        self.not_armed = "these tensors were not published twice as one tuple that stays where it is"
+        if self._sender is None or self._planned_last is None or self._last is None or self._last is not self._open_for:
+            return False
+        manifest = self._planned_last[1].at_version(policy_version)
+        update = self._sender.whole_update(manifest)
+        if update is None:
+            self.not_armed = f"transport {self._transport} takes more than one call"
+            return False
+        sealed = receipt and self._receipts is not None
+        patience_s = self.control.client.timeout_s if patience_s is None else patience_s
+        key = (policy_version, receipt, in_flight)
+        self.not_armed = self._announcer.arm(key, manifest, self._last, update, sealed=sealed, patience_s=patience_s)
+        return not self.not_armed
+
+    def disarm(self) -> None:
+        """Take back what :meth:`arm` announced and wait until the old version serves again; nothing when nothing is announced.
+
+        Raises EngineError when the server does not end it.
+        """
+        self._announcer.cancel()
+
     def publish(
         self, tensors: Iterable[ExportedTensor], *, policy_version: int, receipt: bool = True, in_flight: str = "wait"
     ) -> PublishReport:
@@ -161,25 +172,22 @@ class WeightPublisher:
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
             ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
         """
-        if in_flight not in ("wait", "abort"):
-            raise ConfigError(f"in_flight is {in_flight!r}: use wait or abort.")
+        _check_in_flight(in_flight)
         clock = PhaseClock()
-        named = self._named.of(tensors)
+        self._announcer.soon()
+        try:
+            named = self._named.of(tensors)
+            armed = self._announcer.claimed((policy_version, receipt, in_flight), named)
+        except BaseException:
+            self._announcer.forget(_CLOSE_S)
+            raise
         manifest = self._planned(named, policy_version)
         clock.mark("plan")
         try:
-            try:
-                answers, own = self._deliver(manifest, named, in_flight, clock, receipt=receipt)
-            except UnpreparedError:
-                # The server was started again, or another trainer published to it, since the last update.
-                self._forget()
-                with suppress(EngineError):
-                    self.control.resume()
-                answers, own = self._deliver(manifest, named, in_flight, clock, receipt=receipt)
-            reading = max(answer.get("receipt_seconds", 0.0) for answer in answers)
-            delivered = clock.total() - clock.seconds["receipt: trainer"] - reading
-            clock.move(reading, "send", "receipt: engine")
-            proof = self._receipt(named, policy_version, answers, own, clock) if receipt else None
+            done = None if armed is None else self._deliver_armed(armed, manifest, named, clock, receipt=receipt)
+            if done is None:
+                done = self._deliver_now(manifest, named, in_flight, clock, receipt=receipt)
+            proof = self._receipt(named, policy_version, done.answers, done.own, clock) if receipt else None
         except BaseException:
             self._forget()
             raise
@@ -190,10 +198,11 @@ class WeightPublisher:
         return PublishReport(
             policy_version=policy_version,
             num_bytes=manifest.num_bytes,
-            seconds=delivered,
-            receipt_seconds=compared - delivered,
+            seconds=done.seconds,
+            receipt_seconds=compared - done.seconds if receipt else 0.0,
             receipt=proof,
             phases=clock.seconds,
+            armed=done.armed,
         )
 
     def _planned(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> UpdateManifest:
@@ -204,6 +213,47 @@ class WeightPublisher:
                 manifest = plan_update(list(tensors.items()), policy_version=policy_version, **self._packing)
                 self._planned_last, self._receipts = (signature, manifest), None
         return self._planned_last[1].at_version(policy_version)
+
+    def _deliver_armed(
+        self, armed: ArmedUpdate, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], clock: PhaseClock, *, receipt: bool
+    ) -> _Delivered | None:
+        """None, and nothing is written or announced any more, when the ranks do not wait for this trainer."""
+        sender = self._sender
+        assert sender is not None
+        sender.stage(manifest, tensors)
+        clock.mark("stage")
+        if not armed.go():
+            self.disarm()
+            clock.mark("disarm")
+            return None
+        with ThreadPoolExecutor(1) as reader:
+            own = reader.submit(self._own_digests(tensors)) if receipt and self._receipts is not None else None
+            sender.send(manifest, tensors, lambda update, *, first, last: armed.written())
+            clock.mark("send")
+            seconds = clock.total()
+            digests = None if own is None else own.result()
+        clock.mark("receipt: trainer")
+        answers = armed.answers()
+        self._announcer.finished()
+        clock.mark("receipt: engine" if receipt else "answer")
+        clock.add("send: engine copies", max(rank["seconds"] for rank in answers))
+        return _Delivered(answers=answers, own=digests, seconds=seconds, armed=True)
+
+    def _deliver_now(
+        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock, *, receipt: bool
+    ) -> _Delivered:
+        try:
+            answers, own = self._deliver(manifest, tensors, in_flight, clock, receipt=receipt)
+        except UnpreparedError:
+            # The server was started again, or another trainer published to it, since the last update.
+            self._forget()
+            with suppress(EngineError):
+                self.control.resume()
+            answers, own = self._deliver(manifest, tensors, in_flight, clock, receipt=receipt)
+        reading = max(answer.get("receipt_seconds", 0.0) for answer in answers)
+        seconds = clock.total() - clock.seconds["receipt: trainer"] - reading
+        clock.move(reading, "send", "receipt: engine")
+        return _Delivered(answers=answers, own=own, seconds=seconds)
 
     def _deliver(
         self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock, *, receipt: bool
@@ -288,6 +338,7 @@ class WeightPublisher:
 
     def _forget(self) -> None:
         """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""
+        self._announcer.forget(_CLOSE_S)
         self.control.forget()
         self._drop_sender()
 
@@ -297,14 +348,22 @@ class WeightPublisher:
             self._sender = self._open_for = self._last = None
 
     def policy_version(self) -> int | None:
-        """See :meth:`UpdateControl.policy_version`."""
+        """See :meth:`UpdateControl.policy_version`; cancels what :meth:`arm` announced."""
+        self.disarm()
         return self.control.policy_version()
 
     def close(self) -> None:
         """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
+        self._announcer.forget(_CLOSE_S)
         if self._sender is not None:
             # Memory that the engine has open is not free for the trainer.
             self.control.close_channel()
         self._forget()
         self._named, self._planned_last, self._receipts = NamedTensors(), None, None
         self.client.close()
+        self.control.waiting_client.close()
+
+
+def _check_in_flight(in_flight: str) -> None:
+    if in_flight not in ("wait", "abort"):
+        raise ConfigError(f"in_flight is {in_flight!r}: use wait or abort.")

@@ -25,7 +25,7 @@ from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.engine_receipt import decode_digests
 from e2e_fp8.sync.point_to_point import send
 from e2e_fp8.sync.process_group import PairGroup
-from e2e_fp8.sync.publisher import PhaseClock, PublishReport
+from e2e_fp8.sync.publish_report import PhaseClock, PublishReport
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, dtype_name
 from e2e_fp8.sync.reshard import outgoing, piece_names
 from e2e_fp8.sync.shared_buffers import device_uuid

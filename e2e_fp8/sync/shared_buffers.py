@@ -34,7 +34,7 @@ class SharedBuffers:
         """New buffers on ``device``."""
         if device.type == "cuda":
             return cls([torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(count)], [], [])
-        paths = [_SHM / f"{_PREFIX}{secrets.token_hex(16)}" for _ in range(count)]
+        paths = [new_path() for _ in range(count)]
         maps = [_map(path, os.O_CREAT | os.O_EXCL, capacity) for path in paths]
         return cls([torch.frombuffer(m, dtype=torch.uint8) for m in maps], paths, maps)
 
@@ -51,7 +51,7 @@ class SharedBuffers:
         """Buffers of another process of this host. Raises EngineError when they cannot be reached."""
         capacity = int(description["capacity"])
         if description["kind"] == "shm":
-            paths = [_checked_path(text) for text in description["paths"]]
+            paths = [checked_path(text) for text in description["paths"]]
             try:
                 maps = [_map(path, 0, capacity) for path in paths]
             except (OSError, ValueError) as error:
@@ -76,19 +76,36 @@ class SharedBuffers:
         self.tensors = []
 
 
-def _map(path: Path, flags: int, capacity: int) -> mmap.mmap:
+def new_path() -> Path:
+    """A path in shared memory that nobody can guess."""
+    return _SHM / f"{_PREFIX}{secrets.token_hex(16)}"
+
+
+def open_block(path: Path, flags: int, capacity: int) -> tuple[int, mmap.mmap]:
+    """(descriptor, map) of the first ``capacity`` bytes of a file of this user; ``flags`` beyond read and write, as of ``os.open``.
+
+    Raises OSError or ValueError when it is not there, somebody else's, or smaller.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         if flags & os.O_CREAT:
             os.ftruncate(descriptor, capacity)
         elif os.fstat(descriptor).st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")
-        return mmap.mmap(descriptor, capacity)
-    finally:
+        return descriptor, mmap.mmap(descriptor, capacity)
+    except BaseException:
         os.close(descriptor)
+        raise
 
 
-def _checked_path(text: str) -> Path:
+def _map(path: Path, flags: int, capacity: int) -> mmap.mmap:
+    descriptor, mapped = open_block(path, flags, capacity)
+    os.close(descriptor)
+    return mapped
+
+
+def checked_path(text: str) -> Path:
+    """The path of a block that another process of this program made. Raises EngineError for any other."""
     path = Path(text)
     if path.parent != _SHM or not path.name.startswith(_PREFIX):
         raise EngineError(f"The trainer named {text!r} as shared memory, which is no buffer of this program; refused.")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration import armed_cases
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
 from integration.test_server_users import teach_and_serve
 
@@ -15,7 +16,8 @@ from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.direct import DirectSender
 from e2e_fp8.sync.engine_receipt import RankReceipts
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -87,7 +89,7 @@ def test_trainers_memory_is_read_as_it_is_now_without_another_export(served):
             weights[name].copy_(tensor)
         routes.clear()
         show("ipc in place", publisher.publish(exported(weights), policy_version=version))
-        assert routes == ["/weight_update?pause=wait", "/resume"]
+        assert routes == ["/weight_update?pause=wait", f"/resume?compared={version}"]
         assert_live(served, random_weights(served.cfg, version))
     publisher.close()
 
@@ -167,6 +169,22 @@ def test_a_byte_that_changes_on_the_way_fails_the_sealed_receipt(served, monkeyp
     publisher.close()
 
 
+@pytest.mark.parametrize("check", armed_cases.CHECKS)
+def test_announced_updates(served, check):
+    check(served, "ipc", 1000)
+
+
+def test_a_trainer_fails_after_its_announcement(served, monkeypatch):
+    armed_cases.check_failure(served, "ipc", 1000, monkeypatch)
+
+
+@pytest.mark.parametrize("check", [armed_cases.check_killed_while_armed, armed_cases.check_killed_after_its_word])
+def test_a_trainer_killed_after_its_announcement(served, check):
+    if not served.cfg.model.is_moe:
+        pytest.skip("the trainer of armed_process.py has the mixture of experts")
+    check(served, "ipc", 1000)
+
+
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
     with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
         served.publisher("nccl")
@@ -189,11 +207,13 @@ def test_nccl_between_two_gpus(tmp_path, architecture):
             routes.clear()
             report = publisher.publish(exported(on_gpu(weights)), policy_version=version)
             assert report.receipt is not None
-            assert version == 1 or routes == ["/weight_update?pause=wait", "/resume"]
+            assert version == 1 or routes == ["/weight_update?pause=wait", f"/resume?compared={version}"]
             assert_live(served, weights)
             show("nccl", report)
             generate(served.client)
         publisher.close()
+        for check in armed_cases.CHECKS:
+            check(served, "nccl", 1000)
     finally:
         served.process.close()
 

@@ -24,7 +24,8 @@ from e2e_fp8.rollout.environment import rollout_environment
 from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flags
 from e2e_fp8.rollout.worker_extension import WorkerExtension
 from e2e_fp8.sync.http_client import ServerClient
-from e2e_fp8.sync.publisher import PublishReport, WeightPublisher
+from e2e_fp8.sync.publish_report import PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
 
 __all__ = ["Served", "assert_live", "case_config", "exported", "generate", "own_shares", "random_weights", "shares_publisher"]
 HERE = Path(__file__).resolve().parent

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration import armed_cases
 from integration.server_cases import Served, assert_live, case_config, exported, generate, own_shares, random_weights, shares_publisher
 from integration.torn_cases import check_trainer_killed, kill_server
 
 from e2e_fp8.errors import ByteMismatchError, EngineError, LayoutError
 from e2e_fp8.rollout.agreement import check_agreement
 from e2e_fp8.sync.direct import DirectSender
+from e2e_fp8.sync.flags import TrainerFlags
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.point_to_point import send
 from e2e_fp8.sync.publisher import WeightPublisher
@@ -265,6 +267,46 @@ def test_half_a_request_pauses_nothing(served):
 def test_trainer_killed_leaves_the_old_version_or_a_refusal_until_the_retry(served, transport, phase):
     """The rest of the phases: test_torn_syncs.py."""
     check_trainer_killed(served, transport, phase, 40)
+
+
+@pytest.mark.parametrize(
+    ("check", "transport"),
+    [
+        (armed_cases.check_several, "ipc without buckets"),
+        (armed_cases.check_several, "nccl"),
+        (armed_cases.check_cancelled, "ipc without buckets"),
+        (armed_cases.check_another_publish, "ipc without buckets"),
+        (armed_cases.check_patience, "nccl"),
+        (armed_cases.check_requests_in_flight, "ipc without buckets"),
+    ],
+)
+def test_announced_updates(served, check, transport):
+    """The rest: test_armed_syncs.py."""
+    check(served, transport, 100)
+
+
+def test_a_trainer_that_fails_after_its_announcement(served, monkeypatch):
+    armed_cases.check_failure(served, "ipc without buckets", 100, monkeypatch)
+
+
+def test_a_trainer_killed_after_its_announcement_leaves_the_old_version_serving(served):
+    armed_cases.check_killed_while_armed(served, "ipc", 100)
+
+
+def test_announcing_is_refused_where_it_cannot_be(served, monkeypatch):
+    """A transport of several calls, and a server on another host; a settled sync goes on without."""
+    trainer = armed_cases.Trainer(served, "ipc", 100)
+    assert not trainer.publisher.arm(100)
+    assert "takes more than one call" in trainer.publisher.not_armed
+    trainer.publisher.close()
+    trainer = armed_cases.Trainer(served, "ipc without buckets", 100)
+    monkeypatch.setattr(TrainerFlags, "describe", lambda flags: {"id": flags.id, "path": "/dev/shm/e2e_fp8_elsewhere", "ranks": 1})
+    assert not trainer.publisher.arm(100)
+    assert "cannot be opened" in trainer.publisher.not_armed
+    monkeypatch.undo()
+    assert not trainer.publish(100).armed
+    armed_cases.check_armed(served, trainer, 101, 12)
+    trainer.publisher.close()
 
 
 def test_flipped_bit_fails_the_receipt_and_stops_generation(served, monkeypatch):

@@ -1,6 +1,7 @@
 """Buckets and manifests: what is packed comes out byte for byte, and nothing malformed is accepted."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, bucket_bytes, lying, pack, packing, plan_update, views
+from e2e_fp8.sync.buckets import ALIGNMENT, UpdateManifest, UpdateStep, bucket_bytes, lying, pack, packing, plan_update, views
 
 _DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.uint8)
 
@@ -126,3 +127,16 @@ def test_scales_of_experts_are_packed_in_one_copy_whatever_order_they_come_in():
     assert plan.num_copies == 2
     plan.run()
     assert all(torch.equal(view, dict(tensors)[spec.name]) for spec, view in zip(bucket, views(bucket, buffer), strict=True))
+
+
+def test_a_step_comes_back_as_it_was_sent_and_an_announced_one_is_whole():
+    step = UpdateStep(layout="l", policy_version=3, channel="c", begin=True, update={"buckets": [0]}, finish=True)
+    announced = replace(step, flags="f", turn=7, patience_s=60)
+    for sent in (step, announced, replace(step, finish=False)):
+        assert UpdateStep.from_json(json.dumps(sent.to_dict())) == sent
+    for part in (replace(announced, begin=False), replace(announced, finish=False)):
+        with pytest.raises(EngineError, match="An announced update is one step"):
+            UpdateStep.from_json(json.dumps(part.to_dict()))
+    for name, wrong in (("flags", None), ("turn", "7"), ("patience_s", "60"), ("begin", 1), ("later", 0)):
+        with pytest.raises(EngineError, match="Malformed step"):
+            UpdateStep.from_json(json.dumps(announced.to_dict() | {name: wrong}))
