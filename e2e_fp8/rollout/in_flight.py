@@ -17,6 +17,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 VERSION_HEADER = b"x-policy-version"
 _ENTER_S = 1.0
 """What a request gets to reach an engine that has nothing else to do."""
+_ABORTED_S = 0.1
+"""What an aborted request gets to answer with the tokens that it has."""
 _POLL_S = 1e-3
 
 
@@ -71,21 +73,23 @@ class InFlight:
             self._open.discard(request)
         return True
 
-    async def settle(self, is_busy: Callable[[], bool], *, is_paused: bool) -> None:
+    async def settle(self, is_busy: Callable[[], bool], *, is_paused: bool, aborts: bool = False) -> None:
         """Return when no open request can get another token, new ones being refused.
 
-        Requests that an engine at rest, or a paused one, still has not answered after ``_ENTER_S`` seconds are cut. An answer that its
-        client is slow to take does not count as open.
+        Requests that an engine at rest, or a paused one, still has not answered after ``_ENTER_S`` seconds (``_ABORTED_S``, where
+        requests are aborted anyway) are cut. An answer that its client is slow to take does not count as open.
 
         Args:
             is_busy: whether the engine has requests.
             is_paused: it starts no more of them.
+            aborts: what it had has been aborted.
         """
+        patience_s = _ABORTED_S if aborts else _ENTER_S
         rest_since = None
         while waiting := self._waiting(is_busy()):
             now = time.monotonic()
             rest_since = (rest_since or now) if is_paused or not is_busy() else None
-            if rest_since is not None and now - rest_since > _ENTER_S:
+            if rest_since is not None and now - rest_since > patience_s:
                 for request in waiting:
                     request.cut()
                 await asyncio.wait([request.task for request in waiting if request.task is not None])

@@ -162,7 +162,7 @@ class TokenGuard:
             await engine.pause_generation(mode=mode, clear_cache=True)
         elif engine.renderer.mm_processor_cache is not None:
             await engine.renderer.clear_mm_cache_async()
-        await self._in_flight.settle(is_busy, is_paused=is_paused)
+        await self._in_flight.settle(is_busy, is_paused=is_paused, aborts=mode == "abort")
         self._state = _TORN
         results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
         if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
