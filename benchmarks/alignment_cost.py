@@ -5,7 +5,8 @@
 
 Every part is a process of its own, because vLLM allows one engine in a process, and every part of one kind does the same work. Rollout:
 vLLM's dummy weights in all or ``--rollout-layers`` layers, all sequences sampled at once, CUDA graphs on at both levels, compilation where
-the level allows it (``fast``). One shorter run of the same shapes comes first, so that kernels are compiled and warm. Training: a model
+the level allows it (``fast``). One shorter run of the same shapes comes first, so that kernels are compiled and warm, and rounds of both
+levels come by turns: at small sizes the host's Python is most of a step, and its speed changes from second to second. Training: a model
 of ``--layers`` layers of that shape from scratch, whole optimizer steps on random tokens. Prints one JSON object; exit code 1 when a part
 failed.
 """
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from kernel_tables import kernel_tables
 from transports import MODELS, alone
 
 from e2e_fp8.config.load import load_config, parse_config
@@ -58,6 +61,25 @@ def part_config(args: argparse.Namespace, level: str, layers: int | None) -> Any
     numerics = cfg.numerics.model_copy(update={"alignment": level, "alignment_overrides": {}})
     run = cfg.run.model_copy(update={"backend": args.backend})
     return prepare(cfg.model_copy(update={"model": model, "rollout": rollout, "numerics": numerics, "run": run}))
+
+
+def wait_for_all(args: argparse.Namespace) -> None:
+    """Until every part has started or failed: a start beside a measurement would take its processors."""
+    if args.ready is None:
+        return
+    (args.ready / args.part).touch()
+    while any(not (args.ready / part).exists() for part in args.parts.split(",")):
+        time.sleep(0.1)
+
+
+def in_turn(args: argparse.Namespace, call: Callable[[], Any]) -> Any:
+    """``call`` alone; parts that measure side by side take turns, so that what else the machine does meets all of them."""
+    with alone(args.lock):
+        result = call()
+    if args.ready is not None:
+        # longer than another part takes to see that the lock is free
+        time.sleep(0.05)
+    return result
 
 
 def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
@@ -99,34 +121,33 @@ def rollout(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, An
 
     with alone(args.lock):
         sample(min(8, args.new_tokens))
-        prefill_seconds = sample(1)[0]
-        runs = [sample(args.new_tokens) for _ in range(args.rounds)]
+    wait_for_all(args)
+    rounds = [(in_turn(args, lambda: sample(1))[0], in_turn(args, lambda: sample(args.new_tokens))) for _ in range(args.rounds)]
+    with alone(args.lock):
+        kernels = kernel_tables(sample, args.new_tokens) if args.profile else {}
     engine.close()
+    prefill_seconds, runs = min(prefill for prefill, _ in rounds), [run for _, run in rounds]
     seconds, tokens = min(s for s, _ in runs), runs[0][1]
     return {
         "tokens_per_s": tokens / seconds,
         "decode_tokens_per_s": (tokens - args.sequences) / (seconds - prefill_seconds) if args.new_tokens > 1 else None,
         "prefill_tokens_per_s": args.sequences * args.prompt_tokens / prefill_seconds,
         "seconds": [s for s, _ in runs],
+        "prefill_seconds": [prefill for prefill, _ in rounds],
         "tokens": tokens,
         "start_seconds": start_seconds,
         "layers": cfg.model.num_hidden_layers,
-    }
+    } | kernels
 
 
-def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
-    """Speed of whole optimizer steps."""
-    cfg = part_config(args, level, args.layers)
+def random_trainer(cfg: Any) -> Any:
+    """A trainer of ``cfg`` whose weights are drawn on the device: billions of them on the host take minutes."""
     import torch
 
     from e2e_fp8.training.engine import MegatronEngine
     from e2e_fp8.training.megatron_model import MegatronModel
-    from e2e_fp8.types import PackedBatch
-    from e2e_fp8.update.loss_fn import supervised_loss_fn
 
     class Trainer(MegatronEngine):
-        """Weights are drawn on the device: billions of them on the host take minutes."""
-
         def __init__(self) -> None:
             MegatronModel.__init__(self, cfg)
             generator = torch.Generator(self.device).manual_seed(0)
@@ -137,22 +158,42 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
 
             self._load(draw)
 
-    trainer = Trainer()
-    trainer.set_learning_rate(1e-6)
+    return Trainer()
+
+
+def random_batch(args: argparse.Namespace, vocab_size: int, device: Any) -> Any:
+    """Sequences of random tokens, all as long as one of the rollout's and all trained on."""
+    import torch
+
+    from e2e_fp8.types import PackedBatch
+
     length = args.prompt_tokens + args.new_tokens
     count = max(1, args.train_tokens // length)
-    tokens = torch.randint(0, cfg.model.vocab_size, (count * length,), generator=torch.Generator().manual_seed(0)).to(trainer.device)
-    zeros = torch.zeros(len(tokens), device=trainer.device)
-    batch = PackedBatch(
+    tokens = torch.randint(0, vocab_size, (count * length,), generator=torch.Generator().manual_seed(0)).to(device)
+    zeros = torch.zeros(len(tokens), device=device)
+    return PackedBatch(
         token_ids=tokens,
-        position_ids=torch.arange(length, device=trainer.device).repeat(count),
-        cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32, device=trainer.device),
+        position_ids=torch.arange(length, device=device).repeat(count),
+        cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device),
         targets=tokens.roll(-1),
         loss_mask=torch.ones_like(zeros),
         advantages=zeros,
         rollout_log_probs=zeros,
         old_log_probs=zeros,
     )
+
+
+def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, Any]:
+    """Speed of whole optimizer steps."""
+    cfg = part_config(args, level, args.layers)
+    import torch
+
+    from e2e_fp8.update.loss_fn import supervised_loss_fn
+
+    trainer = random_trainer(cfg)
+    trainer.set_learning_rate(1e-6)
+    batch = random_batch(args, cfg.model.vocab_size, trainer.device)
+    tokens = len(batch.token_ids)
 
     def timed(call: Any) -> float:
         begun = time.perf_counter()
@@ -162,7 +203,7 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
         return time.perf_counter() - begun
 
     def step() -> None:
-        report = trainer.train_step([batch], supervised_loss_fn(), float(len(tokens)))
+        report = trainer.train_step([batch], supervised_loss_fn(), float(tokens))
         if report.skipped:
             raise RuntimeError("the optimizer skipped a step, which takes less time than one that it does")
 
@@ -176,25 +217,27 @@ def training(args: argparse.Namespace, level: str, scratch: Path) -> dict[str, A
         scores = [timed(score) for _ in range(args.rounds * 2 + 1)]
     seconds = statistics.median(steps)
     return {
-        "tokens_per_s": len(tokens) / seconds,
-        "scoring_tokens_per_s": len(tokens) / statistics.median(scores),
+        "tokens_per_s": tokens / seconds,
+        "scoring_tokens_per_s": tokens / statistics.median(scores),
         "step_seconds": steps,
         "score_seconds": scores,
-        "tokens": len(tokens),
+        "tokens": tokens,
         "layers": cfg.model.num_hidden_layers,
         "peak_bytes": torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else 0,
     }
 
 
-def one_part(argv: list[str], args: argparse.Namespace, part: str) -> dict[str, Any]:
+def one_part(argv: list[str], args: argparse.Namespace, part: str, ready: Path) -> dict[str, Any]:
     """What the process of one part measured, or ``error``."""
     print(f"alignment_cost: {part}", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, *argv, "--part", part]
+    command = [sys.executable, __file__, *argv, "--part", part, *(["--ready", str(ready)] if args.lock else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s)
     except subprocess.TimeoutExpired as error:
         tail = (error.stderr or b"").decode(errors="replace")[-ERROR_TAIL:]
         return {"error": f"not finished after {args.timeout_s:g} s: {tail}"}
+    finally:
+        (ready / part).touch()
     records = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not records:
         return {"error": (done.stderr or done.stdout)[-ERROR_TAIL:]}
@@ -204,8 +247,8 @@ def one_part(argv: list[str], args: argparse.Namespace, part: str) -> dict[str, 
 def all_parts(argv: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Each part in a process of its own, with a lock side by side; ratios of bitwise to fast."""
     parts = args.parts.split(",")
-    with ThreadPoolExecutor(len(parts) if args.lock else 1) as pool:
-        measured = pool.map(lambda part: one_part(argv, args, part), parts)
+    with tempfile.TemporaryDirectory() as ready, ThreadPoolExecutor(len(parts) if args.lock else 1) as pool:
+        measured = pool.map(lambda part: one_part(argv, args, part, Path(ready)), parts)
         result: dict[str, Any] = {"model": args.model, "arguments": argv} | dict(zip(parts, measured, strict=True))
     for kind in ("rollout", "training"):
         fast, bitwise = (result.get(f"{kind}:{level}", {}).get("tokens_per_s") for level in LEVELS)
@@ -220,11 +263,12 @@ def main() -> int:
     parser.add_argument("model", help=f"a run configuration, or one of {', '.join(sorted(MODELS))}")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--ready", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--step-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's max_num_batched_tokens")
     parser.add_argument("--kv-cache-gib", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation, at both levels")
     parser.add_argument("--fast-moe-backend", choices=("deep_gemm", "triton"), default="deep_gemm")
@@ -232,7 +276,8 @@ def main() -> int:
     parser.add_argument("--rollout-layers", type=int, help="layers of the sampling model (default: all)")
     parser.add_argument("--train-tokens", type=int, default=8192, help="tokens of one optimizer step")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--lock", type=Path, help="start the parts side by side; each measures while it holds this file's lock")
+    parser.add_argument("--profile", action="store_true", help="device seconds of sampling by kernel, after the timing")
+    parser.add_argument("--lock", type=Path, help="start the parts side by side; they measure in turn, under this file's lock")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each part")
     args = parser.parse_args()
     if args.part is None:

@@ -187,10 +187,11 @@ def train_config(args: argparse.Namespace) -> "Config":
 
 def _train(args: argparse.Namespace) -> int:
     cfg = train_config(args)
-    from e2e_fp8.orchestration.ranks.meeting import check_ranks, is_first_to_tell
+    from e2e_fp8.orchestration.ranks.meeting import check_ranks, is_first_to_tell, leave
     from e2e_fp8.training.parallel import world_size
 
-    check_ranks(cfg, world_size())
+    ranks = world_size()
+    check_ranks(cfg, ranks)
     # the environment is set before anything imports Megatron-Core, Transformer Engine or vLLM
     from e2e_fp8.orchestration.environment import prepare
 
@@ -199,13 +200,13 @@ def _train(args: argparse.Namespace) -> int:
 
     try:
         print(train(cfg))
-    except UserError:
-        if is_first_to_tell():
-            raise
-        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         # the others are not to wonder where rank 0 went
         is_first_to_tell()
+        raise
+    except BaseException as error:
+        if ranks > 1:
+            leave(error, 0)
         raise
     return EXIT_OK
 

@@ -42,6 +42,12 @@ class RolloutConfig(Section):
         "host memory; 2 both, as the next sync delivers all weights anew. Weights shared with the trainer always stay.",
     )
     max_num_seqs: int = Field(default=128, ge=1, description="Sequences decoded together.")
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of one engine step, so that the prefill of many prompts is one. None: 16384 on a GPU, 2048 on the CPU, or as "
+        "many as max_num_seqs or max_model_len, if they are more.",
+    )
     enforce_eager: bool = Field(
         default=True,
         description="Run without CUDA graphs and compilation. False allows both, or, where numerics.alignment shares operators, graphs of "

@@ -301,6 +301,12 @@ def _check_window(cfg: "Config") -> None:
             f"rollout.max_model_len is {r.max_model_len}, but training.max_tokens_per_microbatch is {t.max_tokens_per_microbatch}: a "
             "sequence is never split over micro-batches, so raise the second or lower the first."
         )
+    for name in ("max_num_seqs", "max_model_len"):
+        if r.max_num_batched_tokens is not None and r.max_num_batched_tokens < getattr(r, name):
+            raise ConfigError(
+                f"rollout.max_num_batched_tokens is {r.max_num_batched_tokens}, but rollout.{name} is {getattr(r, name)}: an engine step "
+                "holds a token of every sequence, and a whole window, so raise the first or lower the second."
+            )
 
 
 def _check_minibatches(cfg: "Config") -> None:

@@ -46,29 +46,44 @@ def _as_3d(x: torch.Tensor) -> torch.Tensor:
     return x.view(1, *x.shape) if x.dim() == 2 else x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1])
 
 
-@triton.jit(do_not_specialize=["a_stride", "b_stride", "count"])
-def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, a_stride, b_stride, count, epsilon, K: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: ``x[a, b]`` of ``count`` rows b for each a; with a residual, of the rounded sum of the two (contiguous rows)."""
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["rows", "a_stride", "b_stride", "count"])
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rows, a_stride, b_stride, count, epsilon, K: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows: ``x[a, b]`` of ``count`` rows b for each a; with a residual, of the rounded sum of the two (contiguous rows)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = column < K
+    inside = (row < rows)[:, None] & (column < K)[None, :]
+    a_stride, b_stride = a_stride.to(tl.int64), b_stride.to(tl.int64)
     if K % 8 == 0:
-        a_stride = tl.multiple_of(a_stride.to(tl.int64), 8)
-        b_stride = tl.multiple_of(b_stride.to(tl.int64), 8)
-    x = tl.load(x_ptr + (row // count) * a_stride + (row % count) * b_stride + column, mask=inside, other=0.0)
+        a_stride, b_stride = tl.multiple_of(a_stride, 8), tl.multiple_of(b_stride, 8)
+    # 32 bits: a division of 64 takes longer than the row
+    start = (row // count) * a_stride + (row % count) * b_stride
+    lies = row.to(tl.int64)[:, None] * K + column[None, :]
+    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=inside, other=0.0)
     if residual_ptr is not None:
-        x = (x.to(tl.float32) + tl.load(residual_ptr + row * K + column, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row * K + column, x, mask=inside)
+        x = (x.to(tl.float32) + tl.load(residual_ptr + lies, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + lies, x, mask=inside)
     x32 = x.to(tl.float32)
-    mean = tl.math.div_rn(tl.sum(x32 * x32, axis=0), K * 1.0)
-    factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + epsilon))
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * K + column, (x32 * factor * weight).to(x.dtype), mask=inside)
+    mean = tl.math.div_rn(tl.sum(x32 * x32, axis=1), tl.full((ROWS,), K * 1.0, tl.float32))
+    factor = tl.math.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.math.sqrt_rn(mean + epsilon))
+    weight = tl.load(weight_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+    tl.store(out_ptr + lies, (x32 * factor[:, None] * weight[None, :]).to(x.dtype), mask=inside)
 
 
-def _norm_options(width: int) -> dict[str, Any]:
-    block = max(16, triton.next_power_of_2(width))
-    return _options(K=width, BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8)
+def _launch_norm(
+    x: torch.Tensor, residual: Any, weight_K: torch.Tensor, out: torch.Tensor, total: Any, epsilon: float, steps: tuple[int, int, int]
+) -> None:
+    """``steps`` are the strides of a row's two indices and the number of rows b."""
+    width = x.shape[-1]
+    rows, block = out.numel() // width, max(16, triton.next_power_of_2(width))
+    # heads are narrow: a program for each would take longer to start than to run
+    together = max(1, 2048 // block) if block <= 256 else 1
+    options = _options(K=width, BLOCK=block, ROWS=together, num_warps=4 if block <= 2048 else 8)
+    grid = (triton.cdiv(rows, together),)
+    weight_K = rows_aligned(weight_K)
+    _rms_norm[grid](x, residual, weight_K, out, total, rows, steps[0], steps[1], steps[2], float(epsilon), **options)
 
 
 def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -76,31 +91,17 @@ def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.T
     rows, out = rows_aligned(_as_3d(x)), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         # a stride that is not used may be above 32 bits, and Triton would compile another kernel for it
-        a_stride, b_stride = 0 if rows.shape[0] == 1 else rows.stride(0), rows.stride(1)
-        options = _norm_options(x.shape[-1])
-        grid = (rows.shape[0] * rows.shape[1],)
-        _rms_norm[grid](rows, None, rows_aligned(weight_K), out, None, a_stride, b_stride, rows.shape[1], float(epsilon), **options)
+        a_stride = 0 if rows.shape[0] == 1 else rows.stride(0)
+        _launch_norm(rows, None, weight_K, out, None, epsilon, (a_stride, rows.stride(1), rows.shape[1]))
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As row_invariant.add_rms_norm."""
-    x, residual = x.contiguous(), residual.contiguous()
+    x, residual, width = rows_aligned(x.contiguous()), rows_aligned(residual.contiguous()), x.shape[-1]
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
     if x.numel():
-        _rms_norm[(x.numel() // width,)](
-            rows_aligned(x),
-            rows_aligned(residual),
-            rows_aligned(weight_K),
-            normed,
-            total,
-            width,
-            width,
-            1,
-            float(epsilon),
-            **_norm_options(width),
-        )
+        _launch_norm(x, residual, weight_K, normed, total, epsilon, (width, width, 1))
     return normed, total
 
 
@@ -139,34 +140,27 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out.view(*gate_up.shape[:-1], width)
 
 
-@triton.jit(do_not_specialize=["pairs", "t_stride", "n_stride", "cos_stride", "sin_stride"])
+@triton.jit(do_not_specialize=["t_stride", "n_stride", "cos_stride", "sin_stride"])
 def _rotate(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    pairs,
-    t_stride,
-    n_stride,
-    cos_stride,
-    sin_stride,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < pairs
+    x_ptr, cos_ptr, sin_ptr, out_ptr, t_stride, n_stride, cos_stride, sin_stride, N: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``HEADS`` heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK)
+    inside = (head < N)[:, None] & (pair < HALF)[None, :]
+    t_stride, n_stride = t_stride.to(tl.int64), n_stride.to(tl.int64)
     if HALF % 8 == 0:
-        t_stride, n_stride = tl.multiple_of(t_stride.to(tl.int64), 8), tl.multiple_of(n_stride.to(tl.int64), 8)
+        t_stride, n_stride = tl.multiple_of(t_stride, 8), tl.multiple_of(n_stride, 8)
         cos_stride, sin_stride = tl.multiple_of(cos_stride.to(tl.int64), 8), tl.multiple_of(sin_stride.to(tl.int64), 8)
-    pair, head, token = index % HALF, index // HALF % N, index // (HALF * N)
-    first_ptr = x_ptr + token * t_stride + head * n_stride + pair
+    first_ptr = x_ptr + token * t_stride + (head * n_stride)[:, None] + pair[None, :]
     first = tl.load(first_ptr, mask=inside, other=0.0)
     second = tl.load(first_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + token * cos_stride + pair, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + token * sin_stride + pair, mask=inside, other=0.0)
+    cos = tl.load(cos_ptr + token * cos_stride + pair, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * sin_stride + pair, mask=pair < HALF, other=0.0)[None, :]
     first32 = first.to(tl.float32)
-    out = out_ptr + (token * N + head) * (2 * HALF) + pair
+    out = out_ptr + (token * N + head)[:, None] * (2 * HALF) + pair[None, :]
     tl.store(out, (first32 * cos - second * sin).to(first.dtype), mask=inside)
     tl.store(out + HALF, (second * cos + first32 * sin).to(first.dtype), mask=inside)
 
@@ -175,11 +169,12 @@ def rotate(x_TND: torch.Tensor, cos_Td: torch.Tensor, sin_Td: torch.Tensor) -> t
     """As row_invariant.rotate; everything may be strided but for the last axis, the result is contiguous."""
     x_TND, cos_Td, sin_Td = rows_aligned(x_TND), rows_aligned(cos_Td), rows_aligned(sin_Td)
     out = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    pairs = out.numel() // 2
-    if pairs:
+    (tokens, heads, width), block = x_TND.shape, triton.next_power_of_2(x_TND.shape[2] // 2)
+    if out.numel():
+        together = min(triton.next_power_of_2(heads), max(1, 2 * _SPAN // block))
         strides = (x_TND.stride(0), x_TND.stride(1), cos_Td.stride(0), sin_Td.stride(0))
-        shape = {"N": x_TND.shape[1], "HALF": x_TND.shape[2] // 2}
-        _rotate[(triton.cdiv(pairs, _SPAN),)](x_TND, cos_Td, sin_Td, out, pairs, *strides, **_options(**shape, BLOCK=_SPAN))
+        options = _options(N=heads, HALF=width // 2, HEADS=together, BLOCK=block)
+        _rotate[(tokens, triton.cdiv(heads, together))](x_TND, cos_Td, sin_Td, out, *strides, **options)
     return out
 
 

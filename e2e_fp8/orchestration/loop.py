@@ -117,6 +117,7 @@ class Run:
         """At the last step boundary; a failure later in a step is saved only if the weights are still those."""
         self.boundary_curriculum = self._curriculum_state()
         """Levels at the last step boundary, which a failed step may have moved."""
+        self.session.on_lost_rank(self.report)
 
     @property
     def warm_steps(self) -> int:
@@ -292,9 +293,18 @@ class Run:
 
     def save_after(self, error: UserError) -> None:
         """Keep the steps done so far when one fails before it changed the weights."""
-        same_weights = self._versions() == self.boundary_versions
+        same_weights = self._versions() == self.boundary_versions and self.session.reaches_ranks
         if same_weights and self.global_step and not isinstance(error, CheckpointError | StorageError | RankError):
             self.checkpoint()
+
+    def fail(self, error: BaseException) -> None:
+        """Save what can be, and end other ranks that wait for this one."""
+        if isinstance(error, UserError):
+            self.save_after(error)
+        self.session.part(error)
+        if not self.session.reaches_ranks:
+            # the launcher kills this rank soon, and closing an engine takes its time
+            self.report()
 
     def report(self) -> None:
         """Write the report of what there is; a report that cannot be written must not hide why the run ended."""
@@ -319,19 +329,14 @@ class Run:
 
 def train(cfg: Config) -> Path:
     """Run or resume; returns the run folder, which then holds ``report.html``."""
-    run, finishes = Run(cfg), True
+    run = Run(cfg)
     try:
         run.execute()
-    except RankError:
-        # The launcher kills this rank soon, so its sentence comes before everything else; its child processes end with it.
-        finishes = False
-        raise
-    except UserError as error:
-        run.save_after(error)
+    except BaseException as error:
+        run.fail(error)
         raise
     finally:
-        if finishes:
-            run.close()
-            run.report()
+        run.close()
+        run.report()
     print_summary(run.folder.root)
     return run.folder.root

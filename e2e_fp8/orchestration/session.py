@@ -1,7 +1,7 @@
 """Everything a run holds: task, trainer, engine, folder. Built once, closed once."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -213,6 +213,21 @@ class Session:
         if isinstance(rollout, ServerEngine):
             return publish_weights(self.trainer, rollout, self.cfg)
         return sync_weights(self.trainer, rollout, self.cfg, self.model_dir.parent / "sync")
+
+    def on_lost_rank(self, last_wish: Callable[[], None]) -> None:
+        """``last_wish`` is called before a lost rank ends this process, where that waits in native code; see ``Lifeline``."""
+        if isinstance(self.trainer, DrivingEngine):
+            self.trainer.channel.lifeline.last_wish = last_wish
+
+    @property
+    def reaches_ranks(self) -> bool:
+        """Whether the trainer's other ranks, if there are any, still take orders."""
+        return not isinstance(self.trainer, DrivingEngine) or not self.trainer.channel.is_broken
+
+    def part(self, error: BaseException) -> None:
+        """End the trainer's other ranks because of ``error``, if they can no longer be let go with :meth:`close`."""
+        if isinstance(self.trainer, DrivingEngine) and not self.reaches_ranks:
+            self.trainer.channel.part(error)
 
     def close(self) -> None:
         """Stop the reward workers and the engine, and let the trainer's other ranks go."""

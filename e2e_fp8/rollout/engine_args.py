@@ -8,6 +8,9 @@ from e2e_fp8.config.alignment import ALIGNMENT_KEY, choices_of
 from e2e_fp8.config.root import Config
 from e2e_fp8.rollout.router_gate import router_options
 
+STEP_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Tokens of one engine step where nobody says: as many as keep the device busy while the host prepares the next."""
+
 
 def compilation_config(choices: Mapping[str, str], device: str) -> dict[str, Any]:
     """vLLM's compilation; with an operator shared with the trainer, CUDA graphs of decoding alone, which replay the same kernels.
@@ -33,7 +36,7 @@ def engine_args(cfg: Config, model_dir: Path, *, device: str, is_moe: bool, fp8:
         "generation_config": "vllm",
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(2048, rollout.max_model_len),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens or max(STEP_TOKENS[device], rollout.max_num_seqs, rollout.max_model_len),
         # vLLM rewinds the generator of a request whose prompt it cuts, and a CPU generator cannot be rewound
         "enable_chunked_prefill": device != "cpu",
         "tensor_parallel_size": rollout.tensor_parallel,

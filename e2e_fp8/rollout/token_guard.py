@@ -8,19 +8,15 @@ all that a settled sync needs besides ``/resume``.
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
+from e2e_fp8.rollout.in_flight import App, InFlight, Receive, Scope, Send
 from e2e_fp8.rollout.paused_call import METHOD
 from e2e_fp8.sync.http_client import UPDATE_ROUTE
 from e2e_fp8.sync.token import read_token
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_ROUTES = ("/health",)
 CONTROL_ROUTES = (
@@ -41,9 +37,9 @@ CONTROL_ROUTES = (
 )
 """POST routes that work whatever state the weights are in; any other is taken for generation."""
 _WITHOUT_WORKERS = ("/abort_requests", "/tokenize", "/detokenize")
-VERSION_HEADER = b"x-policy-version"
 _ARMED = "A trainer has announced a weight update, for which the workers wait: it has to publish, cancel or end first."
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
+_PAUSED = "generation is paused for a weight update"
 
 
 class TokenGuard:
@@ -65,6 +61,7 @@ class TokenGuard:
         """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
         self._uncompared: int | None = None
         """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
+        self._in_flight = InFlight()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_ROUTES):
@@ -78,7 +75,10 @@ class TokenGuard:
         if refusal is not None:
             await _refuse(scope, send, *refusal)
         elif self._generates(scope):
-            await self._app(scope, receive, self._stamped(send))
+            # nothing was awaited since the state was looked at
+            version = None if self._state is None else self._state["policy_version"]
+            if not await self._in_flight.run(self._app, scope, receive, send, version):
+                await _refuse(scope, send, 503, f"Generation refused: {_PAUSED}.")
         elif (scope["method"], scope["path"]) == ("POST", UPDATE_ROUTE):
             await self._update(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("POST", "/resume"):
@@ -149,16 +149,20 @@ class TokenGuard:
         await _answer(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool) -> list[dict[str, Any]]:
-        """From the pause on the weights count as torn. Answers of requests that end in it get out first, under their own version.
+        """From the pause on the weights count as torn. Requests that were admitted before it end first, under their own version.
 
         An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
         """
         resumes = announced and not await engine.is_paused()
         await self._refuse_while_paused(engine)
-        if engine.output_processor.has_unfinished_requests():
+        is_busy = engine.output_processor.has_unfinished_requests
+        if mode == "wait":
+            await self._in_flight.settle(is_busy, is_paused=False)
+        if is_paused := is_busy():
             await engine.pause_generation(mode=mode, clear_cache=True)
         elif engine.renderer.mm_processor_cache is not None:
             await engine.renderer.clear_mm_cache_async()
+        await self._in_flight.settle(is_busy, is_paused=is_paused)
         self._state = _TORN
         results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
         if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
@@ -181,6 +185,8 @@ class TokenGuard:
         if (getattr(scope["app"].state.args, "api_server_count", None) or 1) > 1:
             return 503, "The guard works with one front-end process: start the server without --api-server-count."
         path, query = scope["path"], _query(scope)
+        if scope["type"] == "websocket":
+            return 503, "WebSockets are not served: a session would outlive its policy version."
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
@@ -200,6 +206,7 @@ class TokenGuard:
         if path == "/start_weight_update":
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
+            await self._in_flight.settle(engine.output_processor.has_unfinished_requests, is_paused=True)
             # vLLM's own verbs, which compare nothing, write everything anew
             self._state, self._uncompared = _TORN, None
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
@@ -221,7 +228,7 @@ class TokenGuard:
     async def _refuse_while_paused(self, engine: Any) -> None:
         # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
         state = await self._ask(engine)
-        self._state = {**state, "refusal": state["refusal"] or "generation is paused for a weight update"}
+        self._state = {**state, "refusal": state["refusal"] or _PAUSED}
 
     async def _ask(self, engine: Any) -> dict[str, Any]:
         """State of the weights; the first rank that refuses speaks for all."""
@@ -231,17 +238,6 @@ class TokenGuard:
             # An update may have begun while the workers answered; its mark must stay.
             state = self._state = self._state or _merged(states)
         return state
-
-    def _stamped(self, send: Send) -> Send:
-        """Adds the policy version that produced the response as a header."""
-
-        async def stamped(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and self._state is not None and self._state["policy_version"] is not None:
-                version = str(self._state["policy_version"]).encode()
-                message = {**message, "headers": [*message.get("headers", []), (VERSION_HEADER, version)]}
-            await send(message)
-
-        return stamped
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

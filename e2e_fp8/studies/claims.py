@@ -1,13 +1,15 @@
 """Stated orders of figures: read from text and judged against what the seeds show."""
 
 import math
+import operator
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from e2e_fp8.errors import ConfigError
 
-_SIGN = re.compile(r"\s+([<>])\s+")
+_SIGN = re.compile(r"\s+([<>=])\s+")
+_HOLDS = {">": operator.gt, "<": operator.lt, "=": operator.eq}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +21,10 @@ class Claim:
     signs: tuple[str, ...]
 
     def holds(self, value_of: Mapping[str, float]) -> bool:
-        """Whether the order holds strictly for one value for each arm."""
+        """Whether the order holds, ``=`` exactly, for one value for each arm."""
         values = [value_of[term] if isinstance(term, str) else term for term in self.terms]
         pairs = zip(self.signs, values[:-1], values[1:], strict=True)
-        return all(left > right if sign == ">" else left < right for sign, left, right in pairs)
+        return all(_HOLDS[sign](left, right) for sign, left, right in pairs)
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -31,7 +33,7 @@ class Claim:
 
 
 def parse_claim(text: str, *, arms: Container[str], figures: Container[str]) -> Claim:
-    """Read ``mismatch_kl: rollout_only > fp8 > bf16`` or ``gain: fp8 > 0``.
+    """Read ``mismatch_kl: rollout_only > fp8 > bf16``, ``gain: fp8 > 0`` or ``mismatch_kl: bitwise = 0``.
 
     Raises:
         ConfigError: not of that form, or a figure or an arm that the study does not have.

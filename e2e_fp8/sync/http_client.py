@@ -5,6 +5,7 @@ import json
 import re
 import select
 import threading
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,13 @@ from e2e_fp8.errors import ConfigError, EngineError
 
 UPDATE_ROUTE = "/weight_update"
 """The token guard's own route: one step of a weight update, or all of it announced ahead."""
+_METHOD_ROUTE = "/collective_rpc"
+REPEATABLE_ROUTES = ("/pause", "/resume")
+"""POST routes that may be asked twice: the second time changes nothing."""
+REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "refuse_generation", "close_channel", "open_flags")
+"""Worker methods of which the same holds. Not ``weight_update``, whose messages come once, nor what opens a channel."""
+_FRESH_S = 2.0
+"""How long an idle connection is taken for open; vLLM closes it after 5 seconds."""
 _VLLM_WRAPPING = re.compile(r"^(?:Call to \w+ method failed: |Worker failed with error ')+")
 
 
@@ -29,29 +37,50 @@ class ServerClient:
         self._secure, self._host = parts.scheme == "https", parts.hostname
         self._port = parts.port or (443 if self._secure else 80)
         self._open: http.client.HTTPConnection | None = None
+        self._idle_since = 0.0
         self._lock = threading.Lock()
 
-    def _connected(self, timeout_s: float) -> http.client.HTTPConnection:
-        """The connection of the last call, or a new one where the server has closed that."""
+    def _connected(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
+        """The connection of the last call and True, or a new one where the server has closed that, or may be about to."""
         connection = self._open
         if connection is not None and connection.sock is not None:
+            is_fresh = time.monotonic() - self._idle_since < _FRESH_S
             # Nothing may come unasked: a readable socket is one that the server closed while it was idle.
-            if not select.select([connection.sock], [], [], 0)[0]:
+            if is_fresh and not select.select([connection.sock], [], [], 0)[0]:
                 connection.sock.settimeout(timeout_s)
-                return connection
+                return connection, True
             connection.close()
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         self._open = kind(self._host, self._port, timeout=timeout_s)
-        return self._open
+        return self._open, False
 
-    def _request(self, method: str, route: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
+    def _answered(self, method: str, route: str, body: str | None, timeout_s: float, *, repeatable: bool) -> http.client.HTTPResponse:
+        """The answer, of which the body is still to be read.
+
+        A server may close an idle connection just as a request is sent, which looks like its death. If nothing was answered on a kept
+        connection, a repeatable request is therefore sent once more, on a new one.
+        """
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        connection, is_kept = self._connected(timeout_s)
+        try:
+            connection.request(method, route, body, headers)
+            return connection.getresponse()
+        except ConnectionError:
+            if not (is_kept and repeatable):
+                raise
+        self._drop()
+        connection, _ = self._connected(timeout_s)
+        connection.request(method, route, body, headers)
+        return connection.getresponse()
+
+    def _request(self, method: str, route: str, body: Any, timeout_s: float, *, repeatable: bool) -> tuple[int, bytes]:
+        content = None if body is None else json.dumps(body)
         with self._lock:
             try:
-                connection = self._connected(timeout_s)
-                connection.request(method, route, None if body is None else json.dumps(body), headers)
-                response = connection.getresponse()
-                return response.status, response.read()
+                response = self._answered(method, route, content, timeout_s, repeatable=repeatable)
+                status, content = response.status, response.read()
+                self._idle_since = time.monotonic()
+                return status, content
             except BaseException as error:
                 self._drop()
                 if isinstance(error, TimeoutError):
@@ -76,24 +105,27 @@ class ServerClient:
     def is_healthy(self) -> bool:
         """Whether ``/health`` answers 200 now."""
         try:
-            return self._request("GET", "/health", None, 5.0)[0] == 200
+            return self._request("GET", "/health", None, 5.0, repeatable=True)[0] == 200
         except EngineError:
             return False
 
     def get(self, route: str) -> Any:
         """JSON that a GET of ``route`` returns."""
-        return self._checked(route, *self._request("GET", route, None, self.timeout_s))
+        return self._checked(route, *self._request("GET", route, None, self.timeout_s, repeatable=True))
 
     def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """JSON that a POST of ``body`` to ``route`` returns; None for an empty answer. ``timeout_s`` replaces the client's."""
-        return self._checked(route, *self._request("POST", route, {} if body is None else body, timeout_s or self.timeout_s))
+        body = {} if body is None else body
+        return self._checked(
+            route, *self._request("POST", route, body, timeout_s or self.timeout_s, repeatable=_is_repeatable(route, body))
+        )
 
     def collective(self, method: str, *args: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``method`` of the worker extension returns at every rank.
 
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
-        return _results(self.post("/collective_rpc", {"method": method, "args": list(args)}, timeout_s=timeout_s))
+        return _results(self.post(_METHOD_ROUTE, {"method": method, "args": list(args)}, timeout_s=timeout_s))
 
     def update(self, step: dict[str, Any], *, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``weight_update`` returns at every rank for ``step``, an ``UpdateStep``; errors as of :meth:`collective`.
@@ -108,6 +140,10 @@ class ServerClient:
         if status != 200:
             raise EngineError(f"The rollout server refused {route} ({status}): {_sentence(content)}")
         return json.loads(content) if content else None
+
+
+def _is_repeatable(route: str, body: Any) -> bool:
+    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == _METHOD_ROUTE and body.get("method") in REPEATABLE_METHODS)
 
 
 def _results(answer: dict[str, Any]) -> list[dict[str, Any]]:

@@ -98,16 +98,23 @@ class RankPublisher:
         return self._control
 
     def _on_root[T](self, step: Callable[[], T]) -> T:
-        """What ``step`` returns on rank 0, on every rank; a refusal there is raised on every rank."""
+        """What ``step`` returns on rank 0, on every rank; a refusal there is raised everywhere, a bug as an EngineError on the others."""
         box: list[Any] = [None]
+        bug = None
         if self._rank == 0:
             try:
                 box = [(step(), None)]
             except UserError as error:
                 box = [(None, error)]
+            except BaseException as error:
+                # the others wait for this broadcast
+                bug, told = error, f"Rank 0 of the trainer failed in a weight sync with {type(error).__name__}: {error}; see its traceback."
+                box = [(None, EngineError(told))]
         if self._plan.train.world_size > 1:
             dist.broadcast_object_list(box, 0)
         value, error = box[0]
+        if bug is not None:
+            raise bug
         if error is not None:
             raise error
         return value

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from rank_cases import MODEL, Case, start_apart, whole_weights
 from test_loop_ranks import GRIDS as LOOP_GRIDS
-from test_loop_ranks import check_loop, torchrun
+from test_loop_ranks import check_bug, check_loop, torchrun
 from test_ranks import CASES, SHARED, check_bytes, check_equal_log_probs, check_step, run_torchrun, write_case
 from test_ranks_to_engines import GRIDS, MAX_BYTES, WIDE, Served, address, case_config, check_server, check_transfer
 
@@ -55,6 +55,12 @@ def test_whole_loop(grid, tmp_path):
         pytest.skip("transport ranks needs a GPU for the engine beside the trainer's two")
     devices = f"rollout.server_devices='{2 if straight else 0}'"
     check_loop(torchrun, tmp_path, grid, "run.backend=cuda", "run.threads=0", "rollout.kv_cache_gib=2", devices)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_bug_on_one_rank_ends_the_other_in_its_collective(broken, tmp_path):
+    """NCCL does not tell it."""
+    check_bug(broken, tmp_path, "run.backend=cuda", "run.threads=0", "rollout.server_devices='0'")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs: two trainer and two engine ranks")

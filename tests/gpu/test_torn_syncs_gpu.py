@@ -1,4 +1,4 @@
-"""Either side killed on the way between two GPUs: the old version serves, or a refusal does, and a retry passes."""
+"""Either side killed on the way into a server on a GPU: the old version serves, or a refusal does, and a retry passes."""
 
 import sys
 from pathlib import Path
@@ -10,27 +10,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.server_cases import Served, case_config
 from integration.torn_cases import PHASES, check_server_killed, check_trainer_killed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: a trainer and an engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+TWO_GPUS = torch.cuda.device_count() >= 2
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """On GPU 1; it sees the trainer's GPU 0 too, whose memory ``ipc`` reads."""
-    served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), devices="1,0")
+    """On GPU 1 where there are two; it sees the trainer's GPU 0 too, whose memory ``ipc`` reads."""
+    served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), devices="1,0" if TWO_GPUS else None)
     yield served
     served.process.close()
+
+
+def needs_gpus(transport: str) -> None:
+    """``nccl`` and ``ranks`` refuse two processes on one GPU."""
+    if transport in ("nccl", "ranks") and not TWO_GPUS:
+        pytest.skip("needs two GPUs: a trainer and an engine")
 
 
 @pytest.mark.xdist_group("trainer_killed")
 @pytest.mark.parametrize(
     ("transport", "phase", "version"),
-    [*(("ranks", phase, 10 * i) for i, phase in enumerate(PHASES)), ("nccl", "halfway", 100), ("ipc", "receipt", 200)],
+    [
+        *(("ranks", phase, 10 * i) for i, phase in enumerate(PHASES)),
+        ("nccl", "halfway", 100),
+        *(("ipc", phase, 200 + 10 * i) for i, phase in enumerate(PHASES)),
+    ],
 )
 def test_trainer_killed(served, transport, phase, version):
+    needs_gpus(transport)
     check_trainer_killed(served, transport, phase, version)
 
 
@@ -38,8 +46,9 @@ def test_trainer_killed(served, transport, phase, version):
     ("transport", "version"),
     [
         pytest.param(name, version, marks=pytest.mark.xdist_group(f"server_killed_{name}"))
-        for name, version in (("ranks", 300), ("nccl", 400))
+        for name, version in (("ranks", 300), ("nccl", 400), ("ipc", 500))
     ],
 )
 def test_server_killed_half_way(served, transport, version):
+    needs_gpus(transport)
     check_server_killed(served, transport, "halfway", version)

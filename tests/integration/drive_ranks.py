@@ -15,6 +15,8 @@
 ["full_disk", RANK]      that rank can write no more than a few bytes a file
 ["die_before_commit", STEP]  rank 0 is killed when all shares of the checkpoint are written and its own is not
 ["tear", RANK]           one bit of that rank's weights flips
+["bug", RANK]            that rank's next optimizer step raises a KeyError
+["cross", A, B]          in their next optimizer step these two wait for each other, which the end of no other rank interrupts
 """
 
 import json
@@ -26,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import CheckpointError
+from e2e_fp8.errors import CheckpointError, RankError
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.orchestration.critic import update_critic
 from e2e_fp8.orchestration.memory_probe import memory_metrics
@@ -57,19 +60,31 @@ def drive(case: dict[str, Any], out: Path) -> None:
     engine = lead(cfg) if world_size() > 1 else MegatronEngine(cfg)
     session = Session(cfg=cfg, task=None, trainer=engine, model_dir=out)  # type: ignore[arg-type]
     engine.set_learning_rate(case["learning_rate"])
+    last_wish = (out / "last_wish").touch
+    session.on_lost_rank(last_wish)
     driver = Driver(session, policy_batches(case, cfg), out, case["learning_rate"])
-    for name, *words in case["drive"]:
-        getattr(driver, name)(*words)
+    arm(case)
+    try:
+        for name, *words in case["drive"]:
+            getattr(driver, name)(*words)
+    except BaseException as error:
+        session.part(error)
+        if isinstance(error, RankError):
+            last_wish()
+        raise
     if isinstance(engine, DrivingEngine):
         engine.close()
 
 
 def arm(case: dict[str, Any]) -> None:
     """What is to go wrong on this rank."""
-    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "weigh": arm_weight}
+    arms = {"die": arm_death, "full_disk": arm_full_disk, "tear": arm_tear, "weigh": arm_weight, "bug": arm_bug}
+    rank = int(os.environ["RANK"])
     for name, *words in case["drive"]:
-        if name in arms and words == [int(os.environ["RANK"])]:
+        if name in arms and words == [rank]:
             arms[name]()
+        if name == "cross" and rank in words:
+            arm_cross(sum(words) - rank)
 
 
 def arm_death() -> None:
@@ -77,6 +92,20 @@ def arm_death() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     MegatronEngine._accumulate_gradients = dying
+
+
+def arm_bug() -> None:
+    def failing(self: MegatronEngine, *rest: Any) -> Any:
+        return {}["nothing of this name"]
+
+    MegatronEngine._accumulate_gradients = failing
+
+
+def arm_cross(other: int) -> None:
+    def waiting(self: MegatronEngine, *rest: Any) -> Any:
+        dist.recv(torch.zeros(1), other)
+
+    MegatronEngine._accumulate_gradients = waiting
 
 
 def arm_full_disk() -> None:
@@ -218,3 +247,9 @@ class Driver:
 
     def tear(self, rank: int) -> None:
         """Armed on that rank."""
+
+    def bug(self, rank: int) -> None:
+        """Armed on that rank."""
+
+    def cross(self, *ranks: int) -> None:
+        """Armed on those ranks."""

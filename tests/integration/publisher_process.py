@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import case_config, exported, own_shares, random_weights, shares_publisher
+from integration.trainer_cases import case_config, exported, own_shares, random_weights, shares_publisher
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer

@@ -304,6 +304,7 @@ def fork_ranks(world: int, port: str, out: Path) -> list[int]:
         child = os.fork()
         if child == 0:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            os.dup2(os.open(out / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
             os._exit(run_rank(out))
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -14,25 +14,20 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.tiny_runs import python_path
+from integration.trainer_cases import case_config, exported, hf_config, own_shares, random_weights, shares_publisher
 from references.fused_reference import fused_fp8
-from rollout_engine_process import exported, hf_config, random_weights
 
 from e2e_fp8.config.root import Config
 from e2e_fp8.export.policy_folder import checkpoint_writer
-from e2e_fp8.layout import EngineParallel, MegatronParallel, hf_tensors, megatron_shards
-from e2e_fp8.layout.plan import Plan
-from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.rollout.engine_args import engine_args
 from e2e_fp8.rollout.environment import rollout_environment
 from e2e_fp8.rollout.server_process import EXTENSION, ServerProcess, server_flags
 from e2e_fp8.rollout.worker_extension import WorkerExtension
-from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.http_client import ServerClient
 from e2e_fp8.sync.publish_report import PublishReport
 from e2e_fp8.sync.publisher import WeightPublisher
-from e2e_fp8.sync.rank_publisher import RankPublisher
 
-__all__ = ["Served", "assert_live", "case_config", "exported", "generate", "random_weights"]
+__all__ = ["Served", "assert_live", "case_config", "exported", "generate", "own_shares", "random_weights", "shares_publisher"]
 HERE = Path(__file__).resolve().parent
 
 
@@ -45,28 +40,6 @@ class ShowingExtension(WorkerExtension):
         shown = {n: p.detach().cpu().clone().contiguous() for n, p in transfer.model.named_parameters() if p.numel()}
         save_file(shown, Path(folder) / f"rank{rank}.safetensors")
         return {}
-
-
-def case_config(
-    architecture: str = "qwen3_moe", *, device: str = "cpu", tensor_parallel: int = 1, expert_parallel: bool = False, **model: Any
-) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"architecture": architecture, **model},
-            "rollout": {
-                "placement": "server",
-                "temperature": 0.7,
-                "max_response_tokens": 12,
-                "max_model_len": 64,
-                "max_num_seqs": 32,
-                "kv_cache_gib": 1,
-                "tensor_parallel": tensor_parallel,
-                "expert_parallel": expert_parallel,
-            },
-            "sync": {"transport": "ipc"},
-            "run": {"backend": device, "seed": 3},
-        }
-    )
 
 
 def write_model(cfg: Config, folder: Path) -> Path:
@@ -98,27 +71,6 @@ def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> l
     params = {"temperature": 0.7, "max_tokens": 8, "seed": seed, "detokenize": False}
     answer = client.post("/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": params})
     return answer["choices"][0]["token_ids"]
-
-
-def own_shares(cfg: Config, weights: dict[str, torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """(tensors, scales) of a trainer of one rank, by Megatron's names."""
-    predicate, tensors, scales = QuantizationPlan.from_config(cfg).is_fp8, {}, {}
-    for shard in megatron_shards(hf_config(cfg), MegatronParallel(), 0, qkv_order="engine", spec="local", fp8=predicate):
-        sources = dict.fromkeys(part.hf_name for part in shard.parts)
-        raw = [weights[name].view(torch.uint8) if shard.fp8 else weights[name] for name in sources]
-        tensors[shard.name] = torch.cat(raw).view(weights[next(iter(sources))].dtype)
-        if shard.fp8:
-            scales[shard.name] = torch.cat([weights[f"{name}_scale_inv"] for name in sources])
-    return [tensors], [scales]
-
-
-def shares_publisher(url: str, token: str, cfg: Config, device: torch.device) -> RankPublisher:
-    """What publishes :func:`own_shares`, over the ``ranks`` transport."""
-    predicate = QuantizationPlan.from_config(cfg).is_fp8
-    parallel = EngineParallel(tensor=cfg.rollout.tensor_parallel, expert=cfg.rollout.expert_parallel)
-    plan = Plan.from_config(hf_config(cfg), MegatronParallel(), parallel, qkv_order="engine", spec="local", fp8=predicate)
-    control, listed = UpdateControl(url, token, timeout_s=60), list(hf_tensors(hf_config(cfg), predicate))
-    return RankPublisher(control, plan, listed, rank=0, device=device, timeout_s=60, max_bytes=256 << 10)
 
 
 class Served:

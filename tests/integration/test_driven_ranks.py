@@ -190,14 +190,41 @@ def test_a_killed_rank_is_one_sentence_on_the_others(run_job):
     case = replace(case_of("dp2", ["save", 1], ["die", 1], ["train", 1]), world=3)
     statuses, out = run_job(case)
     assert statuses == [2, -signal.SIGKILL, 2]
-    assert all("A rank of the trainer ended or cannot be reached" in text for text in refusals(out))
+    assert all("Rank 1 of the trainer is gone: its process ended without a word" in text for text in refusals(out))
     assert CheckpointStore(out / "checkpoints", keep=9).latest() == 1
+
+
+def sentences(out: Path) -> list[str]:
+    """What all ranks told the user."""
+    return [line for file in out.glob("stderr-*") for line in file.read_text().splitlines() if line.startswith("e2e-fp8: ")]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_bug_on_one_rank_ends_others_that_wait_elsewhere(broken, run_job):
+    """As in a collective over NCCL, which the end of a rank does not interrupt: two ranks wait for each other."""
+    waiting = [rank for rank in range(3) if rank != broken]
+    statuses, out = run_job(replace(case_of("dp2", ["bug", broken], ["cross", *waiting], ["train", 1]), world=3))
+    assert statuses == [1 if rank == broken else 2 for rank in range(3)]
+    (said,) = sentences(out)
+    assert f"Rank {broken} of the trainer failed with KeyError: 'nothing of this name' (traceback in its own output)" in said
+    assert 'return {}["nothing of this name"]' in (out / f"stderr-{broken}").read_text()
+    assert (out / "last_wish").exists() == (broken == 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_is_named_by_rank_0_that_waits_for_another(run_job):
+    statuses, out = run_job(replace(case_of("dp2", ["die", 1], ["cross", 0, 2], ["train", 1]), world=3))
+    assert statuses == [2, -signal.SIGKILL, 2]
+    (said,) = sentences(out)
+    assert said.startswith("e2e-fp8: Rank 1 of the trainer is gone: its process ended without a word")
+    assert (out / "last_wish").exists()
 
 
 def test_rank_0_killed_before_the_commit_leaves_the_checkpoint_before(run_job):
     statuses, out = run_job(case_of("dp2", ["save", 1], ["train", 1], ["die_before_commit", 2]))
     assert statuses == [-signal.SIGKILL, 2]
-    assert ["A rank of the trainer ended" in text for text in refusals(out)] == [True]
+    assert ["Rank 0 of the trainer is gone" in text for text in refusals(out)] == [True]
     store = CheckpointStore(out / "checkpoints", keep=9)
     assert store.latest() == 1
     assert store.load(1, rank=1)["policy"]["policy_version"] == 0

@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from tiny_runs import ROOT, assert_same_run, command, interrupt_after, interrupt_and_resume, python_path, records, run, train_command
 
+from e2e_fp8.cli.main import main
 from e2e_fp8.orchestration.checkpoint import CheckpointStore
 from e2e_fp8.sync.receipt import manifest_of
 from e2e_fp8.types import ExportedTensor
@@ -83,7 +84,12 @@ def test_a_run_is_never_overwritten(straight):
     assert "Traceback" not in done.stderr
 
 
-def test_export_holds_the_bytes_of_the_last_receipt(straight, tmp_path):
+def verified(capsys, *words: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of ``e2e-fp8 receipt verify`` in this process, which has torch already."""
+    return (main(["receipt", "verify", *map(str, words)]), *capsys.readouterr())
+
+
+def test_export_holds_the_bytes_of_the_last_receipt(straight, tmp_path, capsys):
     done = run(command("export", straight, "--out", tmp_path / "hf"))
     assert done.returncode == 0, done.stderr[-3000:]
     entries = []
@@ -91,18 +97,18 @@ def test_export_holds_the_bytes_of_the_last_receipt(straight, tmp_path):
         with safe_open(shard, "pt") as file:
             entries += [ExportedTensor(name=n, tensor=file.get_tensor(n)) for n in file.keys()]  # noqa: SIM118
     assert manifest_of(entries).combined == records(straight, "receipts.jsonl")[-1]["digest"]
-    checked = run(command("receipt", "verify", straight, 6, "--checkpoint", tmp_path / "hf"))
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    earlier = run(command("receipt", "verify", straight, 5, "--checkpoint", tmp_path / "hf"))
-    assert earlier.returncode == 1
-    assert "kept no table of that step" in earlier.stdout
+    code, *told = verified(capsys, straight, 6, "--checkpoint", tmp_path / "hf")
+    assert code == 0, told
+    code, stdout, _ = verified(capsys, straight, 5, "--checkpoint", tmp_path / "hf")
+    assert code == 1
+    assert "kept no table of that step" in stdout
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {e.name for e in entries}
 
 
-def test_receipts_verify_the_runs_own_checkpoint(straight):
+def test_receipts_verify_the_runs_own_checkpoint(straight, capsys):
     """FP32 masters, rounded and quantized again without either engine, give the bytes that the engine held."""
     done = run(command("receipt", "verify", straight, 6))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,12 +117,12 @@ def test_receipts_verify_the_runs_own_checkpoint(straight):
     assert last["rank"] == 0
     assert f"{last['tensors']} tensors, {last['bytes']:,} bytes, covered: fp8, digest {last['digest']}\nequal\n" in done.stdout
     assert [p.name for p in (straight / "receipts").iterdir()] == ["step_00000006.rank_0.tsv"]
-    other = run(command("receipt", "verify", straight, 3))
-    assert other.returncode == 2
-    assert "has no checkpoint of step 3 to compare with (it has those of steps 6)" in other.stderr
-    missing = run(command("receipt", "verify", straight, 99))
-    assert missing.returncode == 2
-    assert "no receipt of step 99: there are receipts of steps 2-6." in missing.stderr
+    code, _, stderr = verified(capsys, straight, 3)
+    assert code == 2
+    assert "has no checkpoint of step 3 to compare with (it has those of steps 6)" in stderr
+    code, _, stderr = verified(capsys, straight, 99)
+    assert code == 2
+    assert "no receipt of step 99: there are receipts of steps 2-6." in stderr
 
 
 def test_eval_reports_the_held_out_reward_of_the_run(straight):
@@ -151,19 +157,40 @@ def test_dense_with_reference_kl_disk_transport_and_calibrated_clipping(tmp_path
     assert rl[-1]["policy_version"] == 2 + 3 * 2
 
 
-def test_everything_rejected_skips_the_steps_and_the_run_goes_on(tmp_path):
+BAD_REWARD = """
+from pathlib import Path
+
+DONE = Path(__file__).with_name("gspo") / "metrics.jsonl"
+
+
+def nan_later(prompt, response, answer, metadata):
+    return float("nan") if len(DONE.read_text().splitlines()) > 2 else 0.25 + len(response) / 8
+
+
+def constant(prompt, response, answer, metadata):
+    return 1.0
+"""
+
+
+def test_everything_rejected_skips_the_steps_and_a_nan_reward_in_the_next_is_one_sentence(tmp_path):
     """verl 3984: an empty mask ends the run there. GSPO's sequences, rejected by a bound that no two precisions meet."""
-    overrides = ("run.steps=1", "run.eval_interval=0", "run.checkpoint_interval=0", "training.minibatches_per_step=2")
+    (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
+    overrides = ("run.steps=2", "run.eval_interval=0", "run.checkpoint_interval=0", "training.minibatches_per_step=2")
     reject = ("correction.preset=null", "correction.rollout_rs=seq_max_k3", "correction.rollout_rs_threshold=1e-30")
-    done = run(train_command(tmp_path, "gspo", *overrides, *reject, config="objectives/gspo"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = train_command(tmp_path, "gspo", *overrides, *reject, "task.reward=bad_reward:nan_later", config="objectives/gspo")
+    done = run(words, {"PYTHONPATH": python_path(tmp_path)})
     record = records(tmp_path / "gspo")[-1]
+    assert record["step"] == 3
     assert record["skipped_steps"] == 2.0
     assert record["rollout_corr/rollout_rs_masked_fraction"] == 1.0
     assert record["tokens/trained"] == 0.0
     assert record["policy_version"] == 2.0
     assert record["receipt/passed"] == 1.0
     assert "loss" not in record
+    assert done.returncode == 2
+    assert "must be a finite number" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert CheckpointStore(tmp_path / "gspo" / "checkpoints", keep=2).latest() == 3, "the steps before must not be lost"
 
 
 PPO = (
@@ -234,26 +261,6 @@ def test_a_run_without_a_critic_is_not_continued_with_one(straight):
     assert done.returncode == 2
     assert "the checkpoint of step 6 has no critic: restore objective.advantage to resume" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-BAD_REWARD = """
-def nan(prompt, response, answer, metadata):
-    return float("nan")
-
-
-def constant(prompt, response, answer, metadata):
-    return 1.0
-"""
-
-
-def test_a_nan_reward_is_one_sentence(tmp_path):
-    (tmp_path / "bad_reward.py").write_text(BAD_REWARD)
-    words = train_command(tmp_path, "nan", "run.steps=1", "task.reward=bad_reward:nan", "run.eval_interval=0")
-    done = run(words, {"PYTHONPATH": python_path(tmp_path)})
-    assert done.returncode == 2
-    assert "must be a finite number" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert CheckpointStore(tmp_path / "nan" / "checkpoints", keep=2).latest() == 2, "the warm start must not be lost"
 
 
 @pytest.mark.slow

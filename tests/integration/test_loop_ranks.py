@@ -140,7 +140,7 @@ def check_loop(start, out: Path, grid: str, *more: str) -> None:
         (["training.parallel.tensr=2"], "training.parallel.tensr"),
         pytest.param(
             ["training.parallel.tensor=2", "training.parallel.pipeline=2"],
-            "2 ranks, which is not a multiple of tensor x pipeline = 4",
+            "2 ranks, which is not a multiple of tensor x context x pipeline = 4",
             marks=pytest.mark.slow,
         ),
         (["rollout.placement=in_process", "sync.transport=local"], "Set rollout.placement=server and sync.transport=ipc"),
@@ -168,8 +168,56 @@ def test_a_killed_rank_ends_the_job_with_one_sentence(victim, start, tmp_path):
     assert time.monotonic() - began < 60
     assert code != 0
     (said,) = own_sentences(stderr)
-    assert "A rank of the trainer ended or cannot be reached" in said
+    assert f"Rank {victim} of the trainer is gone: its process ended without a word" in said
     assert stderr.count("Traceback (most recent call last)") == 1, "torchrun's own alone"
+
+
+BUG = """
+import os
+import sys
+
+from e2e_fp8.cli.main import main
+from e2e_fp8.training.megatron_model import MegatronModel
+
+if os.environ["RANK"] == os.environ["BUGGY_RANK"]:
+    step = MegatronModel._accumulate_gradients
+
+    def third(self, *rest):
+        if self.policy_version == 2:
+            raise KeyError("of the third step")
+        return step(self, *rest)
+
+    MegatronModel._accumulate_gradients = third
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_bug_on_one_rank_ends_both_without_a_launcher(broken, tmp_path):
+    check_bug(broken, tmp_path)
+
+
+def check_bug(broken: int, out: Path, *more: str) -> None:
+    """Two plain processes, which nobody kills; the steps before are in the report."""
+    (out / "buggy.py").write_text(BUG)
+    words = [sys.executable, str(out / "buggy.py"), "train", "configs/quickstart.yaml"]
+    words += sets(out, "bug", "training.warm_start.steps=100", *more)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT)}
+    environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "BUGGY_RANK": str(broken)}
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [subprocess.Popen(words, cwd=ROOT, env=environ | number, stderr=subprocess.PIPE, text=True) for number in numbers]
+    try:
+        told = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1 if rank == broken else 2 for rank in range(2)]
+    (said,) = own_sentences("\n".join(told))
+    assert f"Rank {broken} of the trainer failed with KeyError: 'of the third step' (traceback in its own output)" in said
+    assert [text.count("Traceback (most recent call last)") for text in told] == [int(rank == broken) for rank in range(2)]
+    assert [record["step"] for record in records(out / "bug", "metrics.jsonl")] == [1, 2]
+    assert (out / "bug" / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -225,3 +227,30 @@ def test_what_cannot_run_is_refused_on_every_rank(name, run_job):
     for rank in range(case.world):
         message = (out / f"refused-{rank}").read_text()
         assert all(part in message for part in parts), message
+
+
+class Nonsense(BaseHTTPRequestHandler):
+    """A server whose two engine ranks say nothing of themselves."""
+
+    def do_POST(self) -> None:
+        content = json.dumps({"results": [{}, {}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_a_bug_while_rank_0_talks_to_the_server_is_an_error_on_every_rank(run_job, tmp_path):
+    (tmp_path / "token").write_text("0123456789abcdef")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        to = {"name": "none", "url": f"http://127.0.0.1:{server.server_port}", "token_file": str(tmp_path / "token")}
+        more = {"gather": False, "publish_ranks": [to | {"rollout": {}, "versions": []}]}
+        statuses, out = run_job(Case(world=2, steps=0, model=DENSE, rollout_tp=2, transport="ranks", more=more))
+        server.shutdown()
+    assert statuses == [1, 2]
+    assert "KeyError: 'device_uuid'" in (out / "failed-0").read_text()
+    assert (out / "refused-1").read_text().startswith("Rank 0 of the trainer failed in a weight sync with KeyError: 'device_uuid'")

@@ -9,35 +9,11 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-
-SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_SGL_KERNEL": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-
-
-def allow_latent_attention() -> None:
-    """Let DeepSeek's classes be built: vLLM's CPU platform has no kernels for latent attention and refuses at construction.
-
-    The kernels own no parameter and are never run here.
-    """
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    choose = type(current_platform).get_attn_backend_cls
-
-    def get_attn_backend_cls(selected_backend, attn_selector_config, num_heads=None):
-        if attn_selector_config.use_mla:
-            return AttentionBackendEnum.TRITON_MLA.get_path()
-        return choose(selected_backend, attn_selector_config, num_heads)
-
-    type(current_platform).get_attn_backend_cls = staticmethod(get_attn_backend_cls)
-    MLAPrefillBackend.__abstractmethods__ = frozenset()
-    mla_attention.get_mla_prefill_backend = lambda config: MLAPrefillBackend
+from vllm_models import SWITCHES, allow_latent_attention, building, vllm_config
 
 
 def load(model: torch.nn.Module, checkpoint: str) -> dict[str, torch.Tensor]:
@@ -51,38 +27,13 @@ def load(model: torch.nn.Module, checkpoint: str) -> dict[str, torch.Tensor]:
 
 def parameters(case: dict, rank: int, world_size: int, port: int) -> dict[str, torch.Tensor]:
     """The parameters of the model that vLLM builds on this rank, with the weights of the case's checkpoint."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case["config"]))
-        args = EngineArgs(
-            model=folder,
-            tensor_parallel_size=case["tensor"],
-            enable_expert_parallel=case["expert"],
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            distributed_executor_backend="external_launcher",
-            additional_config={"e2e_fp8": {"power_2_scale": False, "amax_epsilon": 0.0}},
-        )
-        config = args.create_engine_config()
+    config = vllm_config(case["config"], tensor_parallel_size=case["tensor"], enable_expert_parallel=case["expert"])
     config.parallel_config.data_parallel_size = case["data"]
     config.parallel_config.data_parallel_rank = rank // case["tensor"]
-    with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            method = f"tcp://127.0.0.1:{port}"
-            parallel_state.init_distributed_environment(world_size, rank, method, local_rank=rank, backend="gloo")
-        parallel_state.initialize_model_parallel(case["tensor"], backend="gloo")
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return load(initialize_model(config), case["checkpoint"])
-        finally:
-            torch.set_default_dtype(previous)
-            parallel_state.destroy_model_parallel()
+    with building(config, world_size, rank, f"tcp://127.0.0.1:{port}", tensor=case["tensor"]):
+        return load(initialize_model(config), case["checkpoint"])
 
 
 def main(rank: int, world_size: int, port: int, cases: Path, out: Path) -> None:

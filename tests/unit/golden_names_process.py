@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_parameters_process import SWITCHES, allow_latent_attention
+from vllm_models import SWITCHES, allow_latent_attention, building, vllm_config
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden_names"
@@ -33,35 +33,11 @@ def fp8_config(path: Path) -> dict[str, Any]:
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
     """vLLM's model of ``config`` on one rank, on the meta device."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        args = EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            distributed_executor_backend="external_launcher",
-            additional_config={"e2e_fp8": {"power_2_scale": False, "amax_epsilon": 0.0}},
-        )
-        vllm_config = args.create_engine_config()
-    with set_current_vllm_config(vllm_config):
-        if not torch.distributed.is_initialized():
-            rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
-            parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", local_rank=0, backend="gloo")
-        parallel_state.initialize_model_parallel(1, backend="gloo")
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device("meta"):
-                return initialize_model(vllm_config)
-        finally:
-            torch.set_default_dtype(previous)
-            parallel_state.destroy_model_parallel()
+    of_model, rendezvous = vllm_config(config), Path(tempfile.mkdtemp()) / "rendezvous"
+    with building(of_model, 1, 0, f"file://{rendezvous}"), torch.device("meta"):
+        return initialize_model(of_model)
 
 
 def checkpoint_names(model: Any) -> dict[str, str]:

@@ -133,6 +133,8 @@ def test_every_wrong_field_gets_its_own_line():
         ({"rollout": {"max_response_tokens": 256}}, ("max_response_tokens is 256", "max_model_len is 256")),
         ({"rollout": {"max_model_len": 513}}, ("max_model_len is 513", "max_position_embeddings is 512")),
         ({"training": {"max_tokens_per_microbatch": 255}}, ("max_tokens_per_microbatch is 255", "raise the second")),
+        ({"rollout": {"max_num_batched_tokens": 255}}, ("max_num_batched_tokens is 255", "max_model_len is 256")),
+        ({"rollout": {"max_num_batched_tokens": 300, "max_num_seqs": 301}}, ("max_num_batched_tokens is 300", "max_num_seqs is 301")),
         ({"training": {"minibatches_per_step": 17}}, ("minibatches_per_step is 17", "16 prompts")),
         ({"rollout": {"tensor_parallel": 2}}, ("rollout.tensor_parallel is 2", "set rollout.placement to server")),
         ({"sync": {"transport": "nccl"}}, ("sync.transport is nccl", "rollout.placement is in_process")),

@@ -144,6 +144,16 @@ def test_engine_args_follow_the_config(tmp_path):
     assert cpu["enable_return_routed_experts"]
     assert "moe_backend" not in cpu
     assert engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)["moe_backend"] == "triton"
+    tokens = {"max_num_batched_tokens": 3000, "max_num_seqs": 2999}
+    for changes, expected in (
+        ({}, (16384, 2048)),
+        (tokens, (3000, 3000)),
+        ({"max_num_seqs": 17000}, (17000, 17000)),
+        ({"max_model_len": 4096}, (16384, 4096)),
+    ):
+        stepping = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=changes)})
+        found = (engine_args(stepping, tmp_path, device=d, is_moe=True, fp8=True)["max_num_batched_tokens"] for d in ("cuda", "cpu"))
+        assert tuple(found) == expected
     sized = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"kv_cache_gib": 3})})
     assert engine_args(sized, tmp_path, device="cuda", is_moe=True, fp8=True)["kv_cache_memory_bytes"] == 3 << 30
     assert "kv_cache_memory_bytes" not in engine_args(cfg, tmp_path, device="cuda", is_moe=True, fp8=True)

@@ -1,7 +1,6 @@
 """The CUDA kernels of the shared operators without a GPU: under Triton's interpreter, and compiled for Hopper."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +32,22 @@ def test_kernels_compile_to_vector_loads_without_contracted_products():
     """A norm's and an activation's rows are read 16 bytes at once, and no product is fused with the sum behind it."""
     from e2e_fp8.numerics import row_kernels_cuda as kernels
 
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
-    norm = {"K": 4096, "BLOCK": 4096, "residual_ptr": None, "sum_ptr": None}
-    for kernel, constants in ((kernels._rms_norm, norm), (kernels._silu_and_mul, {"WIDTH": 12288, "BLOCK": 1024})):
-        warps = {"num_warps": 8} if kernel is kernels._rms_norm else {}
-        ptx = compiled(kernel, pointers | {"epsilon": "fp32"}, constants, **warps)
-        assert "ld.global.v4.b32" in ptx
-        assert not re.search(r"fma\.rn\.f32|ld\.global\.b16", ptx)
+    rows, turns = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"epsilon": "fp32"}, {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    plain = {"residual_ptr": None, "sum_ptr": None}
+    summed = rows | dict.fromkeys(("residual_ptr", "sum_ptr"), "*bf16")
+    cases = [
+        (kernels._rms_norm, rows, plain | {"K": 4096, "BLOCK": 4096, "ROWS": 1}, 8),
+        (kernels._rms_norm, rows, plain | {"K": 128, "BLOCK": 128, "ROWS": 16}, 4),
+        (kernels._rms_norm, summed, {"K": 2048, "BLOCK": 2048, "ROWS": 1}, 4),
+        (kernels._silu_and_mul, rows, {"WIDTH": 12288, "BLOCK": 1024}, 4),
+        (kernels._rotate, rows | turns, {"N": 32, "HALF": 64, "HEADS": 32, "BLOCK": 64}, 4),
+    ]
+    for kernel, signature, constants, warps in cases:
+        ptx = compiled(kernel, signature, constants, num_warps=warps)
+        assert "ld.global.v4.b32" in ptx, constants
+        assert "fma.rn.f32" not in ptx, constants
+        # rows that lie side by side read their weights, which one row of threads has, once and by element
+        assert ptx.count("ld.global.b16") == (constants.get("ROWS", 1) > 1), constants
 
 
 def test_the_heads_product_runs_on_the_tensor_cores():

@@ -1,5 +1,7 @@
 """The runner of evidence jobs: raw output, a header that lets it be repeated, no path of this machine."""
 
+import itertools
+import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +22,38 @@ def test_jobs_name_files_that_exist():
         assert set(job) == {"gpus", "shows", "command"}, name
         files = [word for word in shlex.split(job["command"]) if word.endswith((".py", ".yaml"))]
         assert all((ROOT / file).is_file() for file in files), (name, files)
+
+
+EVIDENCE = ROOT / "docs/evidence"
+
+
+def evidence_patterns() -> list[list[str]]:
+    """Of each row of the table the patterns of its first cell; one without a folder is in that of the row's first."""
+    found = []
+    for row in (EVIDENCE / "README.md").read_text().splitlines():
+        cell = row.split("|")[1] if row.startswith("| `") else ""
+        named = [word for word in re.findall("`([^`]+)`", cell) if re.search(r"[/*]|\.[a-z]+$", word)]
+        if named:
+            folder = named[0].rpartition("/")[0]
+            found.append([one for word in named for one in braces_expanded(word if "/" in word else f"{folder}/{word}")])
+    return found
+
+
+def braces_expanded(pattern: str) -> list[str]:
+    parts = [part.strip("{}").split(",") if part.startswith("{") else [part] for part in re.split(r"(\{[^}]*\})", pattern)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def test_every_row_of_the_evidence_names_files_and_every_file_is_named():
+    rows, named = evidence_patterns(), set[Path]()
+    assert len(rows) > 30
+    for pattern in itertools.chain.from_iterable(rows):
+        hits = sorted(EVIDENCE.glob(pattern))
+        assert hits, f"docs/evidence/README.md names {pattern}, which does not exist"
+        for hit in hits:
+            named |= {hit, *hit.rglob("*")}
+    files = {file for file in EVIDENCE.rglob("*") if file.is_file()} - {EVIDENCE / "README.md", EVIDENCE / "jobs.yaml"}
+    assert sorted(str(file.relative_to(EVIDENCE)) for file in files - named) == [], "no row of docs/evidence/README.md names these"
 
 
 def test_output_is_kept_raw_but_for_paths(tmp_path, capsys):

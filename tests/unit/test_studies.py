@@ -223,21 +223,21 @@ def test_figures_of_a_run(tmp_path):
 
 @given(
     st.lists(st.lists(st.one_of(st.integers(-3, 3), st.just(math.nan)), min_size=3, max_size=3), min_size=1, max_size=4),
-    st.sampled_from(["<", ">"]),
-    st.sampled_from(["<", ">"]),
+    st.sampled_from(["<", ">", "="]),
+    st.sampled_from(["<", ">", "="]),
 )
 @settings(max_examples=200)
 def test_a_claim_is_judged_by_the_seeds_its_arms_share(rows, one, two):
-    claim = parse_claim(f"f: a {one} b {two} 0.5", arms={"a", "b", "c"}, figures={"f"})
+    claim = parse_claim(f"f: a {one} b {two} 2", arms={"a", "b", "c"}, figures={"f"})
     values = {arm: {seed: float(row[i]) for seed, row in enumerate(rows)} for i, arm in enumerate("abc")}
     found = judge(claim, values)
     shared = [row for row in rows if not math.isnan(row[0]) and not math.isnan(row[1])]
-    compare = {"<": lambda x, y: x < y, ">": lambda x, y: x > y}
+    compare = {"<": lambda x, y: x < y, ">": lambda x, y: x > y, "=": lambda x, y: x == y}
     if not shared:
         assert (found.verdict, found.seeds) == ("not run", 0)
         return
     means = [sum(row[i] for row in shared) / len(shared) for i in (0, 1)]
-    agree = [compare[one](row[0], row[1]) and compare[two](row[1], 0.5) for row in shared]
+    agree = [compare[one](row[0], row[1]) and compare[two](row[1], 2) for row in shared]
     assert found.verdict == ("confirmed" if all(agree) else "undecided" if any(agree) else "contradicted")
     assert (found.seeds, found.agreeing) == (len(shared), agree.count(True))
     assert dict(found.means) == {"a": means[0], "b": means[1]}

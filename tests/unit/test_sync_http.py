@@ -1,6 +1,8 @@
 """The control connection against a real HTTP server: kept open, opened again where the server has closed it, errors in one sentence."""
 
 import json
+import random
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -9,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync import http_client
 from e2e_fp8.sync.http_client import ServerClient
 
 
@@ -61,3 +64,126 @@ def test_a_late_answer_is_an_error_and_never_taken_for_the_next_one(client):
 def test_a_server_that_is_gone_is_one_sentence():
     with pytest.raises(EngineError, match=r"cannot be reached for /a .*it died or never started"):
         ServerClient("http://127.0.0.1:9", "t", timeout_s=2).post("/a")
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(client, monkeypatch):
+    """Before the server closes it: what is sent then could cross with the end."""
+    monkeypatch.setattr(http_client, "_FRESH_S", 0.2)
+    first = client.post("/a")
+    time.sleep(0.1)
+    assert client.post("/b")["peer"] == first["peer"]
+    time.sleep(0.3)
+    assert client.post("/c")["peer"] != first["peer"]
+
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"results": []}'
+
+
+class ClosingServer:
+    """Answers with ``answers`` in turn, an entry for each connection: one element for each request on it; then closes the connection."""
+
+    def __init__(self, answers: list[list[bytes]]) -> None:
+        self.answers, self.requests = answers, []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(5)
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        with self.listener:
+            for answers in self.answers:
+                connection, _ = self.listener.accept()
+                connection.settimeout(5)
+                with connection, connection.makefile("rb") as lines:
+                    for answer in answers:
+                        head = lines.readline()
+                        assert head, "the client has closed the connection"
+                        while (line := lines.readline()) != b"\r\n":
+                            head += line
+                        (length,) = [int(line.split()[1]) for line in head.splitlines() if line.startswith(b"Content-Length")] or [0]
+                        self.requests.append(head.split()[1].decode() + " " + lines.read(length).decode())
+                        connection.sendall(answer)
+
+    def client(self) -> ServerClient:
+        return ServerClient(f"http://127.0.0.1:{self.listener.getsockname()[1]}", "t", timeout_s=5)
+
+    def routes(self) -> list[str]:
+        """Once all connections were served."""
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        return [request.split()[0] for request in self.requests]
+
+
+REPEATED = {
+    "get": lambda client: client.get("/is_paused"),
+    "resume": lambda client: client.post("/resume?compared=3"),
+    "state": lambda client: client.collective("weight_state"),
+}
+
+
+@pytest.mark.parametrize("call", REPEATED)
+def test_a_kept_connection_that_closes_under_a_request_is_opened_again(call):
+    server = ClosingServer([[OK, b""], [OK]])
+    client = server.client()
+    client.post("/a")
+    REPEATED[call](client)
+    routes = server.routes()
+    assert routes[0] == "/a"
+    assert len(routes) == 3
+    assert server.requests[1] == server.requests[2]
+
+
+NOT_REPEATED = {
+    "update": lambda client: client.update({"begin": True}, pause="wait"),
+    "channel": lambda client: client.post("/init_weight_transfer_engine", {"init_info": {}}),
+    "unknown method": lambda client: client.collective("save_sharded_state"),
+}
+
+
+@pytest.mark.parametrize("call", NOT_REPEATED)
+def test_what_must_not_come_twice_is_sent_once(call):
+    server = ClosingServer([[OK, b""]])
+    client = server.client()
+    client.post("/a")
+    with pytest.raises(EngineError, match=r"cannot be reached"):
+        NOT_REPEATED[call](client)
+    assert len(server.routes()) == 2
+
+
+def test_a_request_is_repeated_once_and_never_on_a_new_connection():
+    server = ClosingServer([[b""], [OK, b""], [b""]])
+    client = server.client()
+    with pytest.raises(EngineError, match=r"cannot be reached for /resume"):
+        client.post("/resume")
+    assert client.post("/pause") == {"results": []}
+    with pytest.raises(EngineError, match=r"cannot be reached for /resume"):
+        client.post("/resume")
+    assert server.routes() == ["/resume", "/pause", "/resume", "/resume"]
+
+
+def test_an_answer_that_has_begun_is_not_asked_for_again():
+    server = ClosingServer([[OK, OK[:-4]]])
+    client = server.client()
+    client.post("/pause")
+    with pytest.raises(EngineError, match=r"cannot be reached for /resume \(IncompleteRead"):
+        client.post("/resume")
+    assert server.routes() == ["/pause", "/resume"]
+
+
+def test_no_moment_of_an_idle_end_is_taken_for_a_death():
+    """The server closes after 20 ms, and requests come at about that time."""
+
+    class Hasty(Echo):
+        timeout = 0.02
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hasty)
+    threading.Thread(target=server.serve_forever).start()
+    client = ServerClient(f"http://127.0.0.1:{server.server_port}", "t", timeout_s=5)
+    try:
+        for _ in range(150):
+            assert client.post("/resume")["path"] == "/resume"
+            time.sleep(0.02 + random.uniform(-0.001, 0.001))
+    finally:
+        client.close()
+        server.shutdown()
+        server.server_close()

@@ -10,7 +10,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_engine_process import hf_config, random_weights
+from random_models import hf_config, random_weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.fused_reference import fused_fp8

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 
 from e2e_fp8.errors import RankError, UserError
+from e2e_fp8.orchestration.ranks.lifeline import Lifeline
+from e2e_fp8.orchestration.ranks.meeting import AGAIN, reason_of, say_why
 from e2e_fp8.types import PackedBatch
 
 _PATIENCE = timedelta(days=30)
 """Ranks wait for orders as long as a rollout takes; one that dies closes its connections and is noticed at once."""
 _LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|timed? ?out|gloo|nccl|peer", re.IGNORECASE)
-_GONE = (
-    "A rank of the trainer ended or cannot be reached; what it said itself, if anything, is above. Start all ranks again with --resume: "
-    "the steps since the last checkpoint are done again."
-)
+_GONE = f"A rank of the trainer ended or cannot be reached; what it said itself, if anything, is above. {AGAIN}"
+_NAMING_S = 3.0
+"""For the lifeline to say which rank is gone, after a call has failed because one is."""
 Order = dict[str, Any]
 
 
@@ -29,29 +30,49 @@ class RankChannel:
     """One process group of all ranks, for orders and answers only."""
 
     def __init__(self) -> None:
-        """Collective."""
+        """Collective. Raises RankError when a rank is gone."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.is_broken = False
         """An exception left a collective half done, so that nothing more can be said."""
-        with self.guarded():
+        try:
             self._group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self.lifeline = Lifeline(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        except RuntimeError as error:
+            raise RankError(_GONE) from error
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Around whatever talks to other ranks.
 
         Raises:
-            RankError: a rank is gone, now or at an earlier call.
+            RankError: a rank is gone, now or at an earlier call; which one, or what it said.
         """
         if self.is_broken:
-            raise RankError(_GONE)
+            raise self._lost()
         try:
             yield
         except BaseException as error:
             self.is_broken = True
             if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error))):
-                raise RankError(_GONE) from error
+                raise self._lost() from error
             raise
+
+    def _lost(self) -> RankError:
+        return RankError(self.lifeline.reason(_NAMING_S) or _GONE)
+
+    def part(self, error: BaseException) -> None:
+        """This rank ends because of ``error``: say so, once for all ranks, and have the others end with the same sentence."""
+        self.is_broken = True
+        say_why(error, self.rank)
+        if isinstance(error, RankError):
+            # whoever is gone is known on rank 0, or about to be
+            self.lifeline.reason(0.0)
+        else:
+            self.lifeline.end(f"Rank {self.rank}: {error}" if isinstance(error, UserError) else reason_of(error, self.rank))
+
+    def close(self) -> None:
+        """The regular end, on all ranks."""
+        self.lifeline.close()
 
     def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
         """From rank 0 to all others."""

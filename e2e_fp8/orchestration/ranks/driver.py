@@ -55,13 +55,14 @@ class DrivingModel[Readout](MegatronModel[Readout]):
         self._tell(do, tensors, batches=names)
         found: list[Found | None] = [None] * len(batches)
         data = self.grid.data
+        # to the last answer: a rank whose answer is not taken hears no order
         with self.channel.guarded():
             found[::data] = own(share_of(batches, 0, data))
-        for rank in range(1, self.grid.world):
-            if answers_forward(self.grid, rank):
-                index = self.grid.place(rank).data
-                _, rows = self.channel.ask(rank)
-                found[index::data] = [read(row.to(self.device)) for row in rows]
+            for rank in range(1, self.grid.world):
+                if answers_forward(self.grid, rank):
+                    index = self.grid.place(rank).data
+                    _, rows = self.channel.ask(rank)
+                    found[index::data] = [read(row.to(self.device)) for row in rows]
         return [one for one in found if one is not None]
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -198,6 +199,7 @@ class DrivingEngine(DrivingModel[TokenStats], MegatronEngine):
         """Let the others go and leave the process group; nothing when they can no longer be told."""
         if not self.channel.is_broken:
             self.channel.tell({"do": "stop"})
+            self.channel.close()
             dist.destroy_process_group()
 
 

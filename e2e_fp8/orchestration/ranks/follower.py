@@ -44,11 +44,19 @@ class Follower:
         self._census: TileCensus | None = None
 
     def follow(self) -> None:
-        """Until the order to stop.
+        """Until the order to stop. Whatever else ends this rank is told to the others.
 
         Raises:
             RankError: rank 0 or another rank is gone.
         """
+        try:
+            self._follow()
+        except BaseException as error:
+            self.channel.part(error)
+            raise
+        self.channel.close()
+
+    def _follow(self) -> None:
         while True:
             order, tensors = self.channel.hear()
             if order["do"] == "stop":

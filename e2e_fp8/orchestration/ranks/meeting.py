@@ -5,18 +5,24 @@ after a rank has died; under other launchers it lives in rank 0.
 """
 
 import os
+import sys
+import traceback
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.rendezvous import rendezvous
 
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import ConfigError, RankError
+from e2e_fp8.errors import ConfigError, RankError, UserError
 from e2e_fp8.rank_grid import RankGrid
 
 _PATIENCE = timedelta(minutes=30)
 _CONFIG, _TOLD = "e2e_fp8/config", "e2e_fp8/told"
 _store: Any = None
+_is_said = False
+_shown: list[BaseException] = []
+LOST_STATUS, _BUG_STATUS = 2, 1
+AGAIN = "Start all ranks again with --resume: the steps since the last checkpoint are done again."
 
 
 def check_ranks(cfg: Config, world: int) -> None:
@@ -70,9 +76,47 @@ def take_over() -> Config:
 
 def is_first_to_tell() -> bool:
     """Whether no rank has said yet why the job ends; the caller is taken to say it now. True where nobody else can be asked."""
-    if _store is None:
-        return True
+    global _is_said
+    first, _is_said = not _is_said, True
+    if not first or _store is None:
+        return first
     try:
         return _store.add(_TOLD, 1) == 1
     except RuntimeError:
         return True
+
+
+def note_said() -> None:
+    """Another rank has said why the job ends, even if the store is gone."""
+    global _is_said
+    _is_said = True
+
+
+def reason_of(error: BaseException, rank: int) -> str:
+    """Why ``rank`` ends: a UserError's own sentence, or one that names the bug whose traceback is in that rank's output."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return f"Rank {rank} of the trainer was interrupted. {AGAIN}"
+    (first, *_) = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return f"Rank {rank} of the trainer failed with {first[:400]} (traceback in its own output). {AGAIN}"
+
+
+def say_why(error: BaseException, rank: int) -> None:
+    """One sentence on standard error, unless a rank has said one already; before it the traceback of a bug, once in this process.
+
+    An interrupt only counts as said: the command line has its own sentence for it.
+    """
+    if not isinstance(error, UserError | KeyboardInterrupt) and error not in _shown:
+        _shown.append(error)
+        traceback.print_exception(error)
+    if is_first_to_tell() and not isinstance(error, KeyboardInterrupt):
+        print(f"e2e-fp8: {reason_of(error, rank)}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def leave(error: BaseException, rank: int) -> NoReturn:
+    """End this process because of ``error``: at once, since its process groups may wait for ranks that are gone."""
+    say_why(error, rank)
+    sys.stdout.flush()
+    os._exit(LOST_STATUS if isinstance(error, UserError) else _BUG_STATUS)

@@ -1,0 +1,97 @@
+"""Generation requests between their admission and their answer: each belongs to one policy version, from the first token to the last.
+
+An engine that pauses knows the requests it has. One that was admitted, and is still being read or tokenized, would join a paused engine
+and run after the update, under weights that it was not admitted for.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+VERSION_HEADER = b"x-policy-version"
+_ENTER_S = 1.0
+"""What a request gets to reach an engine that has nothing else to do."""
+_POLL_S = 1e-3
+
+
+class _Request:
+    """What one request has answered so far."""
+
+    def __init__(self, version: int | None, send: Send) -> None:
+        self._version, self._send = version, send
+        self.is_started = self.has_content = self.is_complete = self.is_cut = False
+        self.task: asyncio.Task[None] | None = None
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Pass an answer on, stamped with the policy version of the request's admission."""
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            if self._version is not None:
+                stamp = (VERSION_HEADER, str(self._version).encode())
+                message = {**message, "headers": [*message.get("headers", []), stamp]}
+        elif message["type"] == "http.response.body":
+            # noted before the client has taken it, which may last
+            self.has_content = self.has_content or bool(message.get("body"))
+            self.is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+    def cut(self) -> None:
+        """End the request; the engine aborts it if it has it."""
+        self.is_cut = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class InFlight:
+    """The requests that were admitted and are not answered yet."""
+
+    def __init__(self) -> None:
+        self._open: set[_Request] = set()
+
+    async def run(self, app: App, scope: Scope, receive: Receive, send: Send, version: int | None) -> bool:
+        """Have ``app`` answer a request that was admitted under ``version``; False when it was cut before an answer began."""
+        request = _Request(version, send)
+        request.task = asyncio.ensure_future(app(scope, receive, request.send))
+        self._open.add(request)
+        try:
+            await request.task
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not request.is_cut or (task is not None and task.cancelling()):
+                raise
+            # An answer that had begun breaks off here, which its client sees.
+            return request.is_started
+        finally:
+            self._open.discard(request)
+        return True
+
+    async def settle(self, is_busy: Callable[[], bool], *, is_paused: bool) -> None:
+        """Return when no open request can get another token, new ones being refused.
+
+        Requests that an engine at rest, or a paused one, still has not answered after ``_ENTER_S`` seconds are cut. An answer that its
+        client is slow to take does not count as open.
+
+        Args:
+            is_busy: whether the engine has requests.
+            is_paused: it starts no more of them.
+        """
+        rest_since = None
+        while waiting := self._waiting(is_busy()):
+            now = time.monotonic()
+            rest_since = (rest_since or now) if is_paused or not is_busy() else None
+            if rest_since is not None and now - rest_since > _ENTER_S:
+                for request in waiting:
+                    request.cut()
+                await asyncio.wait([request.task for request in waiting if request.task is not None])
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _waiting(self, is_busy: bool) -> list[_Request]:
+        # Content comes from the engine, so at rest all of a begun answer has been generated.
+        return [request for request in self._open if not request.is_complete and (is_busy or not request.has_content)]
