@@ -92,6 +92,12 @@ class InPlaceLoader:
             self._plans, self._addresses = {}, addresses
         self._looked = True
 
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """HF name to this rank's part as a view of the live parameters; the same mapping while nothing has moved."""
+        self.look()
+        self._looked = False
+        return self._live
+
     def load(self, tensors: Mapping[str, torch.Tensor], *, reusable: bool) -> None:
         kept = self._plans.get(id(tensors))
         if kept is not None:
