@@ -16,7 +16,7 @@ UPDATE_ROUTE = "/weight_update"
 _METHOD_ROUTE = "/collective_rpc"
 REPEATABLE_ROUTES = ("/pause", "/resume")
 """POST routes that may be asked twice: the second time changes nothing."""
-REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "refuse_generation", "close_channel")
+REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "refuse_generation", "close_channel", "open_flags")
 """Worker methods of which the same holds. Not ``weight_update``, whose messages come once, nor what opens a channel."""
 _FRESH_S = 2.0
 """How long an idle connection is taken for open; vLLM closes it after 5 seconds."""
