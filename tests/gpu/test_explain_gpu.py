@@ -46,9 +46,10 @@ def test_the_baseline_is_zero_and_every_cause_is_measured_or_named(explained):
 
 
 def test_sizes_are_those_of_the_causes(explained):
+    """Not the norms': they differ in 7.6e-6 of elements, which a few prompts need not show."""
     config, _, record = explained
     sizes = {row["name"]: row["metrics"]["abs_max"] for row in record["rows"]}
-    for name in ("kv_precision", "sampling_temperature", "sampling_top_p", "weight_scale_format", "activation_scale_format", "rms_norm"):
+    for name in ("kv_precision", "sampling_temperature", "sampling_top_p", "weight_scale_format", "activation_scale_format", "rotary"):
         assert sizes[name] > 0, name
     assert sizes["gemm_cutlass"] == 0, "CUTLASS and DeepGEMM are known to agree bit for bit"
     if config == "quickstart":

@@ -164,7 +164,7 @@ def check_patience(served: Served, transport: str, version: int) -> None:
 
 
 def check_requests_in_flight(served: Served, transport: str, version: int) -> None:
-    """They end under the version they began with, and the announced update waits for them; later ones are refused."""
+    """They end under the version they began with, and the announced update waits for them; others are refused, or come after it."""
     trainer, answers, begun = Trainer(served, transport, version), [], threading.Semaphore(0)
     params = {"max_tokens": 48, "ignore_eos": True, "detokenize": False}
     body = json.dumps({"token_ids": [2, 3, 7, 5], "sampling_params": params}).encode()
@@ -188,7 +188,8 @@ def check_requests_in_flight(served: Served, transport: str, version: int) -> No
     for thread in requests:
         thread.join()
     assert len(answers) == len(requests)
-    assert set(answers) <= {(str(version - 1), 48), (503, 0)}
+    # on a GPU the update may be over before a loaded machine has sent the last request
+    assert set(answers) <= {(str(version - 1), 48), (str(version), 48), (503, 0)}, answers
     trainer.publisher.close()
 
 
