@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from e2e_fp8.config.beside import reference_config
 from e2e_fp8.config.hf import to_hf_config
 from e2e_fp8.config.root import Config
-from e2e_fp8.errors import ConfigError
+from e2e_fp8.errors import ConfigError, EngineError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.orchestration.checkpoint import CheckpointStore, WriteShares
@@ -200,7 +200,9 @@ class Session:
         """Before a step's last optimizer step: announce the sync that follows it, where the transport can. The next engine call has to be
         :meth:`sync` or :meth:`disarm`."""
         if self.cfg.sync.arm and isinstance(self.rollout, ServerEngine):
-            self.rollout.arm(self.trainer.policy_version + 1, receipt=self.cfg.sync.receipt)
+            # what is wrong with the server, the sync itself will find
+            with suppress(EngineError):
+                self.rollout.arm(self.trainer.policy_version + 1, receipt=self.cfg.sync.receipt)
 
     def disarm(self) -> None:
         """Take back what :meth:`arm` announced: the engine serves its old weights again."""

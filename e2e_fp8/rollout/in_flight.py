@@ -73,6 +73,10 @@ class InFlight:
             self._open.discard(request)
         return True
 
+    def has_some(self) -> bool:
+        """Whether a request is admitted and not answered."""
+        return bool(self._open)
+
     async def settle(self, is_busy: Callable[[], bool], *, is_paused: bool, aborts: bool = False) -> None:
         """Return when no open request can get another token, new ones being refused.
 

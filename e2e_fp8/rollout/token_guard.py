@@ -6,9 +6,10 @@ assumed, vLLM's default, because the guard keeps the state it refuses by. It has
 all that a settled sync needs besides ``/resume``.
 """
 
+import asyncio
 import hmac
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
@@ -38,6 +39,9 @@ CONTROL_ROUTES = (
 """POST routes that work whatever state the weights are in; any other is taken for generation."""
 _WITHOUT_WORKERS = ("/abort_requests", "/tokenize", "/detokenize")
 _ARMED = "A trainer has announced a weight update, for which the workers wait: it has to publish, cancel or end first."
+_EARLY_ROUTE = "/v1/responses"
+_ALIVE_S = 1.0
+"""Between two looks at whether the engine lives while a call waits for it."""
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
 _PAUSED = "generation is paused for a weight update"
 
@@ -117,10 +121,12 @@ class TokenGuard:
         try:
             with self._may_change():
                 calls = self._calls
-                if mode is None:
-                    results = await engine.collective_rpc("weight_update", args=(step,))
-                else:
-                    results = await self._paused_call(engine, mode, step, announced=announced)
+                called = (
+                    engine.collective_rpc("weight_update", args=(step,))
+                    if mode is None
+                    else self._paused_call(engine, mode, step, announced=announced)
+                )
+                results = await _while_alive(engine, called)
         except Exception as error:
             # the workers' own, or the end of the engine
             await _refuse(scope, send, 500, str(error))
@@ -140,12 +146,14 @@ class TokenGuard:
 
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
+        before, self._uncompared = self._uncompared, None
         try:
             await scope["app"].state.engine_client.resume_generation()
         except Exception as error:
+            # an update that has begun meanwhile has a mark of its own
+            self._uncompared = before if self._uncompared is None else self._uncompared
             await _refuse(scope, send, 500, f"Failed to resume generation: {error}")
             return
-        self._uncompared = None
         await _answer(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool) -> list[dict[str, Any]]:
@@ -153,16 +161,18 @@ class TokenGuard:
 
         An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
         """
-        resumes = announced and not await engine.is_paused()
+        # asking takes a millisecond
+        was_paused = (announced or self._in_flight.has_some()) and await engine.is_paused()
+        resumes = announced and not was_paused
         await self._refuse_while_paused(engine)
         is_busy = engine.output_processor.has_unfinished_requests
         if mode == "wait":
-            await self._in_flight.settle(is_busy, is_paused=False)
+            await self._in_flight.settle(is_busy, is_paused=was_paused)
         if is_paused := is_busy():
             await engine.pause_generation(mode=mode, clear_cache=True)
         elif engine.renderer.mm_processor_cache is not None:
             await engine.renderer.clear_mm_cache_async()
-        await self._in_flight.settle(is_busy, is_paused=is_paused, aborts=mode == "abort")
+        await self._in_flight.settle(is_busy, is_paused=is_paused or was_paused, aborts=mode == "abort")
         self._state = _TORN
         results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
         if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
@@ -182,11 +192,19 @@ class TokenGuard:
         engine = scope["app"].state.engine_client if "app" in scope else None
         if engine is None:
             return 503, "The server is still starting."
-        if (getattr(scope["app"].state.args, "api_server_count", None) or 1) > 1:
+        arguments = scope["app"].state.args
+        if (getattr(arguments, "api_server_count", None) or 1) > 1:
             return 503, "The guard works with one front-end process: start the server without --api-server-count."
+        if (getattr(arguments, "data_parallel_size", None) or 1) > 1:
+            return 503, "The guard sees the weights of one engine: start a server for each, without --data-parallel-size."
         path, query = scope["path"], _query(scope)
         if scope["type"] == "websocket":
             return 503, "WebSockets are not served: a session would outlive its policy version."
+        if self._generates(scope) and path.startswith(_EARLY_ROUTE):
+            return (
+                503,
+                f"{_EARLY_ROUTE} is not served: its answers begin before the engine has the request, and so outlive a policy version.",
+            )
         if self._generates(scope):
             state = await self._ask(engine)
             return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
@@ -246,6 +264,16 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not answer["refusal"] and any(state["policy_version"] != answer["policy_version"] for state in states):
         return {"policy_version": None, "refusal": "the ranks hold different policy versions: publish again"}
     return answer
+
+
+async def _while_alive(engine: Any, call: Awaitable[Any]) -> Any:
+    """What ``call`` of the engine returns; RuntimeError once the engine has died, at which vLLM ends no call that waits for its core."""
+    task = asyncio.ensure_future(call)
+    while not (await asyncio.wait({task}, timeout=_ALIVE_S))[0]:
+        if engine.errored:
+            task.cancel()
+            raise RuntimeError("The engine died during a weight update: start the server again.")
+    return task.result()
 
 
 def _query(scope: Scope) -> dict[str, str]:

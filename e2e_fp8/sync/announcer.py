@@ -177,8 +177,12 @@ def _in_background(call: Callable[[], Any]) -> Future:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except EngineError as error:
             future.set_exception(error)
+        except BaseException as error:
+            unknown = EngineError(f"The rollout server answered an announced update in a way that this program does not know ({error!r}).")
+            unknown.__cause__ = error
+            future.set_exception(unknown)
 
     threading.Thread(target=run, daemon=True).start()
     return future

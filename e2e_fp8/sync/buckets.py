@@ -6,6 +6,7 @@ refers to it by digest, so a bucket of another update cannot be taken for one of
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -160,6 +161,8 @@ class UpdateStep:
         kinds = (str, int, str, bool, dict, bool, bool, bool, str, int, int | float)
         if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
             raise EngineError("Malformed step of a weight update; refused.")
+        if not 0 <= step.patience_s < math.inf:
+            raise EngineError(f"A step of a weight update would wait {step.patience_s} s; refused.")
         if step.flags and not (step.begin and step.finish):
             raise EngineError("An announced update is one step, and this one does not begin and finish it; refused.")
         return step

@@ -32,6 +32,8 @@ _ALIVE, _DECISION = 0, 1
 """Bytes of the file that are locked: as long as the trainer lives; while somebody decides what becomes of ``ARMED`` or ``SOON``."""
 _LOOK_S = 2e-5
 """Sleep between two looks. The kernel adds about 50 us."""
+_EARLY_LOOK_S = 2e-4
+"""The same before the trainer has said ``SOON``, which it does half a millisecond before ``GO``."""
 _LIFE_S = 0.05
 """Between two looks at whether the trainer lives."""
 _HOT_S = 0.02
@@ -47,7 +49,7 @@ class TrainerFlags:
         self._path, self._ranks, self._turn = new_path(), ranks, 0
         self._file, self._map = open_block(self._path, os.O_CREAT | os.O_EXCL, (1 + ranks) * _WORD)
         self._words = memoryview(self._map).cast("Q")
-        # The lock goes with the first descriptor of this file that the process closes, so that there is only one.
+        # The lock goes with the first descriptor of this file that the process closes: this one and the map's are closed together.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _ALIVE)
         self._own_threads = threading.Lock()
 
@@ -156,7 +158,9 @@ class EngineFlags:
                 next_look = now + _LIFE_S
                 if not self._trainer_lives():
                     self._give_up(turn, TRAINER_DIED)
-            if hot_until is None or now > hot_until:
+            if hot_until is None:
+                time.sleep(_EARLY_LOOK_S)
+            elif now > hot_until:
                 time.sleep(_LOOK_S)
 
     def done(self, turn: int) -> None:

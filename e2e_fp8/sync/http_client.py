@@ -4,8 +4,10 @@ import http.client
 import json
 import re
 import select
+import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,7 +48,7 @@ class ServerClient:
         if connection is not None and connection.sock is not None:
             is_fresh = time.monotonic() - self._idle_since < _FRESH_S
             # Nothing may come unasked: a readable socket is one that the server closed while it was idle.
-            if is_fresh and not select.select([connection.sock], [], [], 0)[0]:
+            if is_fresh and not _is_readable(connection.sock):
                 connection.sock.settimeout(timeout_s)
                 return connection, True
             connection.close()
@@ -98,9 +100,16 @@ class ServerClient:
             self._open = None
 
     def close(self) -> None:
-        """Close the connection; another call opens a new one."""
-        with self._lock:
-            self._drop()
+        """Close the connection, and end a call that another thread waits in, with an EngineError there; another call opens a new one."""
+        connection = self._open
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop()
+            finally:
+                self._lock.release()
+        elif connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def is_healthy(self) -> bool:
         """Whether ``/health`` answers 200 now."""
@@ -140,6 +149,13 @@ class ServerClient:
         if status != 200:
             raise EngineError(f"The rollout server refused {route} ({status}): {_sentence(content)}")
         return json.loads(content) if content else None
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    # not select, which refuses file numbers above 1023
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _is_repeatable(route: str, body: Any) -> bool:

@@ -137,6 +137,9 @@ def test_a_step_comes_back_as_it_was_sent_and_an_announced_one_is_whole():
     for part in (replace(announced, begin=False), replace(announced, finish=False)):
         with pytest.raises(EngineError, match="An announced update is one step"):
             UpdateStep.from_json(json.dumps(part.to_dict()))
+    for patience_s in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(EngineError, match="would wait"):
+            UpdateStep.from_json(json.dumps(replace(announced, patience_s=patience_s).to_dict()))
     for name, wrong in (("flags", None), ("turn", "7"), ("patience_s", "60"), ("begin", 1), ("later", 0)):
         with pytest.raises(EngineError, match="Malformed step"):
             UpdateStep.from_json(json.dumps(announced.to_dict() | {name: wrong}))

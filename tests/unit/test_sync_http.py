@@ -1,11 +1,13 @@
 """The control connection against a real HTTP server: kept open, opened again where the server has closed it, errors in one sentence."""
 
 import json
+import os
 import random
+import resource
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -53,6 +55,38 @@ def test_calls_share_a_connection_until_the_server_closes_it(client):
     assert first["peer"] == second["peer"]
     time.sleep(1.0)
     assert client.post("/c")["peer"] != first["peer"]
+
+
+def test_closing_ends_a_call_that_another_thread_waits_in(client):
+    told: list[EngineError] = []
+
+    def wait() -> None:
+        try:
+            client.post("/slow")
+        except EngineError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    client.close()
+    thread.join()
+    assert time.monotonic() - started < 0.5
+    assert "cannot be reached for /slow" in str(told[0])
+    assert client.post("/a")["path"] == "/a"
+
+
+def test_connections_beyond_the_1024th_file_are_asked_too(client):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        peers = [client.post("/a")["peer"] for _ in range(2)]
+        assert client._open.sock.fileno() > 1023
+    assert peers[0] == peers[1]
 
 
 def test_a_late_answer_is_an_error_and_never_taken_for_the_next_one(client):

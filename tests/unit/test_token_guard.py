@@ -24,7 +24,7 @@ class Engine:
         self.version, self.paused, self.requests = 0, False, set[int]()
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: bool(self.requests))
         self.renderer = SimpleNamespace(mm_processor_cache=None)
-        self.engine_core = self
+        self.engine_core, self.errored = self, False
 
     async def generate(self, request: int, length: int):
         self.requests.add(request)
@@ -53,6 +53,9 @@ class Engine:
 
     async def resume_generation(self) -> None:
         self.paused = False
+
+    async def never(self, *args: Any) -> None:
+        await asyncio.Event().wait()
 
     async def call_utility_async(self, name: str, mode: str, method: str, args: tuple[str]) -> list[dict[str, Any]]:
         assert (name, method) == (METHOD, "weight_update")
@@ -197,6 +200,78 @@ def test_vllms_own_verbs_cut_it_too(serve):
         await server.engine.pause_generation("wait", True)
         assert (await server.call("/start_weight_update?tokens=0")).status == 200
         assert (await late).status == 503
+
+    serve(scenario)
+
+
+def test_an_update_of_an_engine_that_is_paused_does_not_wait_for_a_request_that_it_holds(serve):
+    async def scenario(server: Server) -> None:
+        late = asyncio.create_task(server.call("/generate?tokenize=0.05"))
+        await asyncio.sleep(0.01)
+        await server.engine.pause_generation("wait", True)
+        await asyncio.sleep(0.1)
+        assert server.engine.requests
+        await server.update(1)
+        assert (await late).status == 503
+        assert (await server.call("/generate")).check() == "1"
+
+    serve(scenario)
+
+
+def test_an_engine_that_dies_under_an_update_ends_it(serve):
+    async def scenario(server: Server) -> None:
+        server.engine.call_utility_async = server.engine.never  # type: ignore[method-assign]
+        update = asyncio.create_task(server.call("/weight_update?pause=wait", b'{"policy_version": 1, "compare": false}'))
+        await asyncio.sleep(1.2)
+        assert not update.done()
+        server.engine.errored = True
+        answer = await asyncio.wait_for(update, 3)
+        assert answer.status == 500
+        assert "The engine died during a weight update" in answer.body
+
+    serve(scenario)
+
+
+def test_what_answers_before_the_engine_has_the_request_is_refused(serve):
+    async def scenario(server: Server) -> None:
+        answer = await server.call("/v1/responses")
+        assert answer.status == 503
+        assert "/v1/responses is not served" in answer.body
+        assert server.count == 0
+
+    serve(scenario)
+
+
+def test_several_engines_behind_one_front_end_are_refused(serve):
+    async def scenario(server: Server) -> None:
+        server.state.args.data_parallel_size = 2
+        for route in ("/generate", "/weight_update?pause=wait", "/resume"):
+            answer = await server.call(route)
+            assert answer.status == 503
+            assert "one engine" in answer.body
+
+    serve(scenario)
+
+
+def test_an_update_that_begins_while_another_resumes_keeps_its_mark(serve):
+    """A bare resume must not let bytes serve that their trainer was going to compare."""
+
+    async def scenario(server: Server) -> None:
+        await server.update(1)
+        resume, begins = server.engine.resume_generation, asyncio.Event()
+
+        async def slow() -> None:
+            begins.set()
+            await asyncio.sleep(0.1)
+            await resume()
+
+        server.engine.resume_generation = slow  # type: ignore[method-assign]
+        resuming = asyncio.create_task(server.call("/resume"))
+        await begins.wait()
+        assert (await server.call("/weight_update?pause=wait", b'{"policy_version": 2, "compare": true}')).status == 200
+        assert (await resuming).status == 200
+        assert (await server.call("/resume")).status == 409
+        assert (await server.call("/resume?compared=2")).status == 200
 
     serve(scenario)
 
