@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -283,6 +284,22 @@ def check_server_killed_while_armed(served: Served, transport: str, version: int
     with pytest.raises(EngineError, match="cannot be reached"):
         trainer.publish(version)
     trainer.publisher.close()
+
+
+def check_engine_killed_while_armed(served: Served, transport: str, version: int) -> None:
+    """The front end outlives its engine, and the trainer knows within seconds. Ends the engine."""
+    trainer = Trainer(served, transport, version)
+    trainer.arm(version)
+    await_announced(served)
+    engines = [p for p in psutil.Process(served.process.pid).children(recursive=True) if "EngineCore" in " ".join((p.name(), *p.cmdline()))]
+    assert engines
+    for engine in engines:
+        engine.kill()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="The engine died during a weight update"):
+        trainer.publish(version)
+    trainer.publisher.close()
+    assert time.monotonic() - started < 20
 
 
 def await_announced(served: Served) -> None:

@@ -65,6 +65,11 @@ def test_the_loop_announces_its_syncs_and_takes_back_what_fails(tmp_path):
     assert result["receipts"] == [1.0] * 4
 
 
+def test_the_engine_alone_is_killed(served):
+    """Last of this server."""
+    armed_cases.check_engine_killed_while_armed(served, "ipc without buckets", 10)
+
+
 def test_the_server_is_killed(two_ranks):
     """Last in the file."""
     armed_cases.check_server_killed_while_armed(two_ranks, "ipc without buckets", 10)
