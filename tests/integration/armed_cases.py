@@ -152,8 +152,10 @@ def check_patience(served: Served, transport: str, version: int) -> None:
     """An engine that waits too long serves the old version again, by itself; what is published then comes without announcement."""
     trainer = Trainer(served, transport, version)
     before = generate(served.client)
-    trainer.arm(version, patience_s=0.5)
+    trainer.arm(version, patience_s=1.5)
     new = trainer.write(12)
+    # else the request could come before the announcement
+    await_announced(served)
     assert await_served(served) == before
     assert_held(served, version - 1, trainer.old)
     report = trainer.publish(version)
