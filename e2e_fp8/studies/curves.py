@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 from e2e_fp8.observability.charts import short
 from e2e_fp8.studies.claims import mean, spread
@@ -11,6 +12,8 @@ from e2e_fp8.studies.claims import mean, spread
 _COLOURS = ("#0b6bcb", "#d9480f", "#2b8a3e", "#9c36b5", "#b58900", "#0c8599", "#c2255c", "#5c6773")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _LINE = 360, 230, 54, 26, 22, 15
 _ACROSS = 3
+_TITLE_CHARACTER = 7.0
+"""Width of a title's character at most, on average."""
 _STYLE = "text{font:11px system-ui,sans-serif;fill:#5f6b7a}.h{font-weight:600;fill:#1c2128;font-size:12px}"
 
 
@@ -55,14 +58,17 @@ def panels_svg(title: str, panels: Mapping[str, Sequence[Curve]]) -> str:
     legend = max(len(panel) for panel in panels.values()) * _LINE
     columns, rows = min(_ACROSS, len(panels)), -(-len(panels) // _ACROSS)
     height = _HEIGHT + legend + 10
+    lines = wrap(title, int(columns * _WIDTH / _TITLE_CHARACTER))
+    heading = "".join(f'<text class="h" x="8" y="{(index + 1) * _LINE + 1}">{escape(line)}</text>' for index, line in enumerate(lines))
+    under = len(lines) * _LINE + 7
     parts = [
-        f'<g transform="translate({index % columns * _WIDTH},{22 + index // columns * height})">{_panel(name, panel, span)}</g>'
+        f'<g transform="translate({index % columns * _WIDTH},{under + index // columns * height})">{_panel(name, panel, span)}</g>'
         for index, (name, panel) in enumerate(panels.items())
     ]
-    size = f"{columns * _WIDTH} {rows * height + 30}"
+    size = f"{columns * _WIDTH} {rows * height + under + 8}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img" aria-label="{escape(title)}"><style>{_STYLE}</style>'
-        f'<rect width="100%" height="100%" fill="#fff"/><text class="h" x="8" y="16">{escape(title)}</text>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="#fff"/>{heading}{"".join(parts)}</svg>\n'
     )
 
 
