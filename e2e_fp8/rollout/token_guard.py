@@ -9,7 +9,7 @@ all that a settled sync needs besides ``/resume``.
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
@@ -110,12 +110,14 @@ class TokenGuard:
         step = await _body(receive)
         if step is None:
             return
-        announced = _is_announced(step)
+        fields = _fields(step)
+        # the workers are going to wait for the trainer's word
+        announced = bool(fields.get("flags"))
         if self._armed or (announced and self._updating):
             # it began while this body was read, or the workers are needed for its next step
             await _refuse(scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before.")
             return
-        before, self._uncompared = self._uncompared, _to_compare(step)
+        before, self._uncompared = self._uncompared, _to_compare(fields)
         self._updating += 1
         self._armed = announced
         try:
@@ -129,12 +131,15 @@ class TokenGuard:
                 results = await _while_alive(engine, called)
         except Exception as error:
             # the workers' own, or the end of the engine
-            await _refuse(scope, send, 500, str(error))
-            return
+            results = error
         finally:
+            # before the answer, which its client may be slow to take
             self._updating -= 1
             if announced:
                 self._armed = False
+        if isinstance(results, Exception):
+            await _refuse(scope, send, 500, str(results))
+            return
         if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
@@ -281,22 +286,22 @@ def _query(scope: Scope) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True).items()}
 
 
-def _to_compare(step: str) -> int | None:
-    """The policy version of an ``UpdateStep`` whose trainer is going to compare bytes before generation may resume."""
+def _fields(step: str) -> dict[str, Any]:
+    """Of an ``UpdateStep``; empty where it is none, which the workers, who read it whole, refuse."""
     try:
         fields = json.loads(step)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _to_compare(fields: Mapping[str, Any]) -> int | None:
+    """The policy version of an ``UpdateStep`` whose trainer is going to compare bytes before generation may resume."""
+    try:
         return int(fields["policy_version"]) if fields["compare"] else None
     except (ValueError, KeyError, TypeError):
-        # refused by the workers, which read it whole
+        # refused by the workers
         return None
-
-
-def _is_announced(step: str) -> bool:
-    """Whether the workers are going to wait for the trainer's word."""
-    try:
-        return bool(json.loads(step)["flags"])
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 async def _body(receive: Receive) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import HERE, Served, assert_live, exported, generate, random_weights
+from integration.server_cases import Served, assert_live, exported, generate, random_weights
 from integration.torn_cases import SEEDS, kill, weights_of
 
 from e2e_fp8.errors import EngineError
@@ -232,18 +232,7 @@ def check_failure(served: Served, transport: str, version: int, monkeypatch: pyt
 
 def start_armed(served: Served, transport: str, version: int, phase: str) -> subprocess.Popen:
     """A trainer process that has published ``version`` and is held at a phase of the next one; see armed_process.py."""
-    hold = served.root / "hold"
-    device = "cuda:0" if served.cfg.run.backend == "cuda" else "cpu"
-    words = [served.process.url, served.process.log.parent / "server.token", transport, device, *SEEDS, version, hold, phase]
-    environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, HERE / "armed_process.py", *map(str, words)]
-    trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-    deadline = time.monotonic() + 300
-    while not hold.exists():
-        assert trainer.poll() is None, trainer.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return trainer
+    return served.start_held("armed_process.py", transport, served.device, *SEEDS, version, phase=phase)
 
 
 def check_killed_while_armed(served: Served, transport: str, version: int) -> None:

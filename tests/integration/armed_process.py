@@ -6,13 +6,12 @@ engine waits for its word; ``go``, it has given that word and has not seen that 
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.server_cases import case_config, exported, random_weights
+from integration.trainer_cases import case_config, exported, random_weights, wait_while_held
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.sync.announcer import ArmedUpdate
@@ -27,9 +26,7 @@ def main(url: str, token_file: str, transport: str, device: str, seed: str, next
     publisher = WeightPublisher(url, Path(token_file).read_text(), transport=transport, device=where, timeout_s=60, **buckets)
 
     def wait_here() -> None:
-        Path(hold).touch()
-        while Path(hold).exists():
-            time.sleep(0.02)
+        wait_while_held(Path(hold))
 
     written = ArmedUpdate.written
 

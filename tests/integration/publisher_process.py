@@ -1,13 +1,12 @@
 """A trainer that publishes once, and stops at one phase for as long as a file exists.
 
-Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT WEIGHT_SEED VERSION HOLD_FILE PHASE DEVICE``. It creates HOLD_FILE
+Usage: ``python publisher_process.py URL TOKEN_FILE MODEL_DIR TRANSPORT DEVICE WEIGHT_SEED VERSION HOLD_FILE PHASE``. It creates HOLD_FILE
 when it has come to PHASE: ``open``, the server has accepted the names and nothing else; ``halfway``, two buckets are packed, broadcast or
 sent, or the checkpoint of the disk transport is half written; ``receipt``, all bytes are there and none is compared; ``resume``, all
 are compared.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration.trainer_cases import case_config, exported, own_shares, random_weights, shares_publisher
+from integration.trainer_cases import case_config, exported, own_shares, random_weights, shares_publisher, wait_while_held
 
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer
@@ -42,9 +41,7 @@ def stop_at(phase: str, hold: Path) -> Callable[[], None]:
     done = 0
 
     def wait_here() -> None:
-        hold.touch()
-        while hold.exists():
-            time.sleep(0.02)
+        wait_while_held(hold)
 
     def count() -> None:
         nonlocal done
@@ -63,7 +60,7 @@ def stop_at(phase: str, hold: Path) -> Callable[[], None]:
     return wait_here
 
 
-def main(url: str, token_file: str, model: str, transport: str, seed: str, version: str, hold: str, phase: str, device: str) -> int:
+def main(url: str, token_file: str, model: str, transport: str, device: str, seed: str, version: str, hold: str, phase: str) -> int:
     wait_here, write = stop_at(phase, Path(hold)), checkpoint_writer(Path(model))
 
     def slow_write(folder, tensors, policy_version) -> None:

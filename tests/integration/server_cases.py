@@ -89,7 +89,7 @@ class Served:
             self.process.token,
             transport=transport.partition(" ")[0],
             ipc_buckets={"without": False, "with": True}.get(transport.partition(" ")[2].partition(" ")[0]),
-            device=torch.device("cuda:0" if self.cfg.run.backend == "cuda" else "cpu"),
+            device=torch.device(self.device),
             max_bucket_bytes=256 << 10,
             folder=self.root / "sync",
             write_folder=checkpoint_writer(self.model),
@@ -119,13 +119,20 @@ class Served:
 
     def start_trainer(self, transport: str, weight_seed: int, version: int, phase: str = "halfway") -> subprocess.Popen:
         """A trainer process, held at a phase of its update, see publisher_process.py."""
+        return self.start_held("publisher_process.py", self.model, transport, self.device, weight_seed, version, phase=phase)
+
+    @property
+    def device(self) -> str:
+        """The trainer's."""
+        return "cuda:0" if self.cfg.run.backend == "cuda" else "cpu"
+
+    def start_held(self, script: str, *words: Any, phase: str) -> subprocess.Popen:
+        """A trainer process of this folder, given this server, ``words``, a file and a phase: held there while the file exists."""
         hold = self.root / "hold"
-        token = self.process.log.parent / "server.token"
-        device = "cuda:0" if self.cfg.run.backend == "cuda" else "cpu"
-        words = [self.process.url, token, self.model, transport, weight_seed, version, hold, phase, device]
+        words = (self.process.url, self.process.log.parent / "server.token", *words, hold, phase)
         # as the command line sets it: warnings of C++ name nothing that a user can act on
         environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, HERE / "publisher_process.py", *map(str, words)]
+        command = [sys.executable, HERE / script, *map(str, words)]
         trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         deadline = time.monotonic() + 300
         while not hold.exists():

@@ -24,8 +24,7 @@ SEEDS = (11, 12)
 
 def weights_of(served: Served, seed: int) -> dict[str, torch.Tensor]:
     """Random weights on the trainer's device."""
-    device = "cuda:0" if served.cfg.run.backend == "cuda" else "cpu"
-    return {name: tensor.to(device) for name, tensor in random_weights(served.cfg, seed).items()}
+    return {name: tensor.to(served.device) for name, tensor in random_weights(served.cfg, seed).items()}
 
 
 def kill(served: Served, trainer: subprocess.Popen) -> None:

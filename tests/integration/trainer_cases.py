@@ -1,6 +1,7 @@
 """The trainer's end of a weight sync in the tests: random weights and publishers; imports no engine, which takes ten seconds."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from e2e_fp8.numerics.quantization_plan import QuantizationPlan
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.rank_publisher import RankPublisher
 
-__all__ = ["case_config", "exported", "hf_config", "own_shares", "random_weights", "shares_publisher"]
+__all__ = ["case_config", "exported", "hf_config", "own_shares", "random_weights", "shares_publisher", "wait_while_held"]
 
 
 def case_config(
@@ -39,6 +40,13 @@ def case_config(
             "run": {"backend": device, "seed": 3},
         }
     )
+
+
+def wait_while_held(hold: Path) -> None:
+    """Make the file, and wait for as long as it exists."""
+    hold.touch()
+    while hold.exists():
+        time.sleep(0.02)
 
 
 def own_shares(cfg: Config, weights: dict[str, torch.Tensor]) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
