@@ -48,8 +48,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         session = open_session(cfg, Path(scratch) / "model")
-        session.sync()
-        reports = [session.sync() for _ in range(args.rounds)]
+        session.sync().settled()
+        reports = [session.sync().settled() for _ in range(args.rounds)]
         source = [entry.tensor for entry in exported_tensors(session.trainer, session.cfg)]
         target = [torch.empty_like(t) for t in source]
         num_bytes = sum(t.numel() * t.element_size() for t in source)

@@ -242,7 +242,7 @@ class Run:
         self.progress.note("starting the rollout engine")
         with self.stop.abandoning():
             self.session.start_rollout()
-        self._record_sync(self.session.sync(), self.global_step)
+        self._record_sync(self.session.sync().settled(), self.global_step)
         if first == 0 and self.cfg.run.eval_interval:
             self._log_start()
         for step in range(first, self.cfg.run.steps):

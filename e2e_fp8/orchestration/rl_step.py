@@ -54,7 +54,7 @@ def run_step(
         with suppress(EngineError):
             session.disarm()
         raise
-    record = collected.metrics | update | _cost_metrics(timer, sync)
+    record = collected.metrics | update | timer.metrics()
     record["rollout/tokens_per_s"] = record["tokens/rollout"] / max(record["time/rollout"], 1e-9)
     if "time/update" in record:
         record["train/tokens_per_s"] = record["tokens/train"] / max(record["time/update"], 1e-9)
@@ -66,7 +66,9 @@ def run_step(
     record["phase"] = 1.0
     record["policy_version"] = float(session.trainer.policy_version)
     record["learning_rate"] = _learning_rate(cfg, step)
-    return StepOutcome(record=record, samples=collected.sampled, sync=sync)
+    # last, since bytes may be compared meanwhile
+    sync = sync.settled()
+    return StepOutcome(record=record | _sync_metrics(sync), samples=collected.sampled, sync=sync)
 
 
 def _learning_rate(cfg: Config, step: int) -> float:
@@ -182,8 +184,8 @@ def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> flo
     return total / max(sum(float(b.loss_mask.sum()) for b in batches), 1.0)
 
 
-def _cost_metrics(timer: PhaseTimer, sync: SyncReport) -> dict[str, float]:
-    record = timer.metrics()
-    record |= {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": sync.receipt_seconds}
+def _sync_metrics(sync: SyncReport) -> dict[str, float]:
+    waited = sync.receipt_seconds if sync.waited_seconds is None else sync.waited_seconds
+    record = {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": waited}
     record |= {"time/sync": sync.seconds, "sync/armed": float(sync.armed)}
     return record | sync.receipt_metrics

@@ -202,7 +202,8 @@ class Session:
         if self.cfg.sync.arm and isinstance(self.rollout, ServerEngine):
             # what is wrong with the server, the sync itself will find
             with suppress(EngineError):
-                self.rollout.arm(self.trainer.policy_version + 1, receipt=self.cfg.sync.receipt)
+                sync = self.cfg.sync
+                self.rollout.arm(self.trainer.policy_version + 1, receipt=sync.receipt, before=sync.receipt_before)
 
     def disarm(self) -> None:
         """Take back what :meth:`arm` announced: the engine serves its old weights again."""
@@ -210,7 +211,7 @@ class Session:
             self.rollout.disarm()
 
     def sync(self) -> SyncReport:
-        """Deliver the trainer's weights into the engine."""
+        """Deliver the trainer's weights into the engine; see ``SyncReport.settled``."""
         rollout = self.start_rollout()
         if isinstance(rollout, ServerEngine):
             return publish_weights(self.trainer, rollout, self.cfg)

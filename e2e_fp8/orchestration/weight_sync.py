@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -40,10 +40,28 @@ class SyncReport:
     seconds: float
     """Export and delivery, until the trainer knows that the engine holds every byte."""
     receipt_seconds: float
+    """From the end of delivery until bytes were compared."""
+    waited_seconds: float | None = None
+    """Of these, the ones for which the trainer waited while the engine could generate already; None: it could not, so all."""
     armed: bool = False
     """Whether the engine waited for it, see ``WeightPublisher.arm``."""
     receipt: Manifest | None
-    """Engine-side manifest, equal to the trainer's; None when the receipt is switched off."""
+    """Engine-side manifest, equal to the trainer's; None when the receipt is switched off, and while it is :attr:`pending`."""
+    pending: PublishReport | None = None
+    """The delivery whose bytes are compared while the engine generates."""
+
+    def settled(self) -> "SyncReport":
+        """With the receipt; waits for a comparison under way. Errors as of ``PublishReport.settled``."""
+        if self.pending is None:
+            return self
+        report = self.pending.settled()
+        return replace(
+            self,
+            receipt=report.receipt,
+            receipt_seconds=report.receipt_seconds,
+            waited_seconds=report.waited_seconds,
+            pending=None,
+        )
 
     @property
     def receipt_metrics(self) -> dict[str, float]:
@@ -51,10 +69,12 @@ class SyncReport:
         if self.receipt is None or not self.receipt.tensors:
             return {}
         read_bytes = 2 * self.receipt.num_bytes
+        waited = self.receipt_seconds if self.waited_seconds is None else self.waited_seconds
         return {
             "receipt/passed": 1.0,
             "receipt/tensors": float(len(self.receipt.tensors)),
-            "receipt/share_of_sync": self.receipt_seconds / max(self.seconds, 1e-9),
+            "receipt/share_of_sync": waited / max(self.seconds, 1e-9),
+            "receipt/seconds": self.receipt_seconds,
             "receipt/gb_per_s": read_bytes / max(self.receipt_seconds, 1e-9) / 1e9,
         }
 
@@ -185,7 +205,8 @@ def _receipts_of(side: MegatronEngine | VllmEngine) -> ManifestSeries:
 def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: Config) -> SyncReport:
     """:func:`sync_weights` for an engine in another process.
 
-    With ``sync.transport=ranks`` every trainer rank calls this together, ``rollout`` being None on all but rank 0.
+    With ``sync.transport=ranks`` every trainer rank calls this together, ``rollout`` being None on all but rank 0. With
+    ``sync.receipt_before=answers`` the report may be pending.
 
     Raises:
         ByteMismatchError: the bytes at some engine rank are not the trainer's; the server refuses to generate then.
@@ -195,7 +216,8 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         report = _published_by_ranks(trainer, rollout, cfg)
     else:
         assert rollout is not None
-        report = rollout.publish(settled_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt)
+        before = cfg.sync.receipt_before
+        report = rollout.publish(settled_tensors(trainer, cfg), policy_version=version, receipt=cfg.sync.receipt, before=before)
     return SyncReport(
         policy_version=report.policy_version,
         num_bytes=report.num_bytes,
@@ -203,6 +225,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         receipt_seconds=report.receipt_seconds,
         armed=report.armed,
         receipt=report.receipt,
+        pending=None if report.pending is None else report,
     )
 
 

@@ -9,12 +9,15 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from e2e_fp8.rollout.comparison import Comparison
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 VERSION_HEADER = b"x-policy-version"
+PAUSED = "generation is paused for a weight update"
 _ENTER_S = 1.0
 """What a request gets to reach an engine that has nothing else to do."""
 _ABORTED_S = 0.1
@@ -25,13 +28,16 @@ _POLL_S = 1e-3
 class _Request:
     """What one request has answered so far."""
 
-    def __init__(self, version: int | None, send: Send) -> None:
-        self._version, self._send = version, send
-        self.is_started = self.has_content = self.is_complete = self.is_cut = False
+    def __init__(self, version: int | None, comparison: Comparison | None, send: Send) -> None:
+        self._version, self._comparison, self._send = version, comparison, send
+        self.is_started = self.has_content = self.is_complete = False
+        self.why_cut = ""
         self.task: asyncio.Task[None] | None = None
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass an answer on, stamped with the policy version of the request's admission."""
+        """Pass an answer on, stamped with the policy version of the request's admission, once the bytes behind it are known to be right."""
+        if self._comparison is not None:
+            await self._comparison.passed()
         if message["type"] == "http.response.start":
             self.is_started = True
             if self._version is not None:
@@ -43,9 +49,9 @@ class _Request:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
 
-    def cut(self) -> None:
+    def cut(self, reason: str) -> None:
         """End the request; the engine aborts it if it has it."""
-        self.is_cut = True
+        self.why_cut = reason
         if self.task is not None:
             self.task.cancel()
 
@@ -56,22 +62,31 @@ class InFlight:
     def __init__(self) -> None:
         self._open: set[_Request] = set()
 
-    async def run(self, app: App, scope: Scope, receive: Receive, send: Send, version: int | None) -> bool:
-        """Have ``app`` answer a request that was admitted under ``version``; False when it was cut before an answer began."""
-        request = _Request(version, send)
+    async def run(
+        self, app: App, scope: Scope, receive: Receive, send: Send, version: int | None, comparison: Comparison | None = None
+    ) -> str:
+        """Have ``app`` answer a request that was admitted under ``version``, not before ``comparison`` of that version has passed.
+
+        Why it was cut before an answer began; empty when it was not.
+        """
+        request = _Request(version, comparison, send)
         request.task = asyncio.ensure_future(app(scope, receive, request.send))
         self._open.add(request)
+        if comparison is not None:
+            comparison.add(request.cut)
         try:
             await request.task
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not request.is_cut or (task is not None and task.cancelling()):
+            if not request.why_cut or (task is not None and task.cancelling()):
                 raise
             # An answer that had begun breaks off here, which its client sees.
-            return request.is_started
+            return "" if request.is_started else request.why_cut
         finally:
             self._open.discard(request)
-        return True
+            if comparison is not None:
+                comparison.discard(request.cut)
+        return ""
 
     def has_some(self) -> bool:
         """Whether a request is admitted and not answered."""
@@ -95,7 +110,7 @@ class InFlight:
             rest_since = (rest_since or now) if is_paused or not is_busy() else None
             if rest_since is not None and now - rest_since > patience_s:
                 for request in waiting:
-                    request.cut()
+                    request.cut(PAUSED)
                 await asyncio.wait([request.task for request in waiting if request.task is not None])
                 return
             await asyncio.sleep(_POLL_S)

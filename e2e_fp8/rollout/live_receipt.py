@@ -34,10 +34,15 @@ class LiveReceipt:
         self._arriving: ArrivingDigests | None = None
         self._arriving_for: tuple[str, list[torch.Tensor]] = "", []
         self._is_arriving = False
+        self._begun: Callable[[], np.ndarray] | None = None
+        """Waits for digests of all live bytes that are being read."""
+        self._beside: torch.cuda.Stream | None = None
 
     def begin(self, manifest: UpdateManifest | None) -> None:
         """An update begins; of ``manifest`` if all its buckets come in one call, whose digests :meth:`sealed` is going to ask for: each
         bucket is then read while the next ones are on their way."""
+        # what they read is about to be written
+        self._drain()
         self._arrived = {}
         self._is_arriving = self._in_place and manifest is not None and len(manifest.buckets) > 1
         if manifest is None or not self._is_arriving:
@@ -65,9 +70,22 @@ class LiveReceipt:
         answer = {"table": self._table.digest, "digests": encode_digests(digests.tolist())}
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 
+    def begin_reading(self) -> None:
+        """Begin to read the live bytes as the current stream leaves them, beside what follows; on a CPU :meth:`sealed` reads them."""
+        if self._is_arriving or not self._in_place:
+            return
+        plan = self._current_plan()
+        device = self._live[0].device
+        self._beside = self._beside or torch.cuda.Stream(device)
+        self._beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._beside):
+            self._begun = plan.start()
+
     def sealed(self) -> dict[str, Any]:
-        """``table`` as of :meth:`full` and the ``seal`` of its digests."""
-        if self._is_arriving:
+        """``table`` as of :meth:`full` and the ``seal`` of its digests, of those that are being read where there are any."""
+        if self._begun is not None:
+            digests, self._begun = self._begun(), None
+        elif self._is_arriving:
             assert self._arriving is not None
             digests, self._is_arriving = self._arriving.collect(), False
         else:
@@ -84,12 +102,21 @@ class LiveReceipt:
 
     def _read(self) -> np.ndarray:
         """uint64: digests of the live bytes now."""
-        if not self._in_place:
-            return DigestPlan(self._live_tensors()).run()
+        self._drain()
+        return (self._current_plan() if self._in_place else DigestPlan(self._live_tensors())).run()
+
+    def _drain(self) -> None:
+        """Wait for what was begun and nobody asked for: a plan is read once at a time."""
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
+
+    def _current_plan(self) -> DigestPlan:
+        """Of live parameters, the same while nothing has moved."""
         live, plan = self._live, self._plan
         if self._live_tensors() is not live or plan is None:
             plan = self._plan = DigestPlan(self._live)
-        return plan.run()
+        return plan
 
     def _live_tensors(self) -> list[torch.Tensor]:
         """Views of the live parameters, the same list while nothing has moved."""

@@ -4,6 +4,7 @@ vLLM has a message for the pause and one for the call. Between processes that sl
 as long as an H200 takes to copy two gigabytes. The core looks its methods up by name, so that one more can be given to it.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,20 +12,33 @@ METHOD = "e2e_fp8_paused_call"
 """Name of :func:`paused_call` in the core."""
 
 
-def paused_call(core: Any, mode: str, method: str, args: tuple[str, ...]) -> Any:
+def is_whole(result: Mapping[str, Any]) -> bool:
+    """Whether what ``WorkerExtension.weight_update`` answered says that the update is finished and its weights may be used."""
+    return "state" in result and not result["state"]["refusal"]
+
+
+def paused_call(core: Any, mode: str, method: str, args: tuple[str, ...], resume: bool = False) -> Any:
     """Pause generation as ``core.pause_scheduler(mode)`` does, caches cleared, and once that is complete call ``method`` of every worker.
 
-    Generation stays paused. Returns the workers' results, or a Future of them when requests have to end first.
+    Generation stays paused, but for ``resume``, when every worker's update is whole. Returns the workers' results, or a Future of them when
+    requests have to end first.
     """
+
+    def called() -> list[dict[str, Any]]:
+        results = core.collective_rpc(method, None, tuple(args))
+        if resume and all(map(is_whole, results)):
+            core.resume_scheduler()
+        return results
+
     paused = core.pause_scheduler(mode, True)
     if paused is None:
-        return core.collective_rpc(method, None, tuple(args))
+        return called()
     results: Future = Future()
 
     def call(ended: Future) -> None:
         try:
             ended.result()
-            results.set_result(core.collective_rpc(method, None, tuple(args)))
+            results.set_result(called())
         except Exception as error:
             # as vLLM does for any utility call, which answers with the error
             results.set_exception(error)

@@ -218,6 +218,11 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
             return {"pieces": self._receiver.receipt(self._live_now(), all_in_place=self.in_place)}
         return self._receipt.full(known)
 
+    def begin_receipt(self) -> None:
+        """Begin to read what :meth:`sealed_receipt` tells of, and wait for nothing."""
+        if not isinstance(self._receiver, RankFiller):
+            self._receipt.begin_reading()
+
     def sealed_receipt(self) -> dict[str, Any]:
         """The same digests as one, see :meth:`LiveReceipt.sealed`; with the ``ranks`` transport as :meth:`receipt`."""
         return self.receipt(()) if isinstance(self._receiver, RankFiller) else self._receipt.sealed()

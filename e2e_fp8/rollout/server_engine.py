@@ -106,6 +106,8 @@ class ServerEngine:
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int) -> list[Sample]:
         """``group_size`` samples for each prompt, in prompt order; ``group_id`` is the prompt's index in ``prompts``.
 
+        Raises ByteMismatchError when the last :meth:`publish` let generation begin before bytes were compared, and they differ.
+
         Sample j of prompt i is drawn from its own generator, seeded by (``seed``, i, j). Text after a stop string is cut at the
         token that completes it. Raises DataError for a prompt that does not fit the window, EngineError when the server dies,
         refuses, exceeds ``rollout.timeout_s``, or answers from another policy version than the one delivered here.
@@ -129,6 +131,11 @@ class ServerEngine:
                 f"The rollout server did not finish {len(prompts)} x {group_size} samples within {rollout.timeout_s:g} s: raise "
                 f"rollout.timeout_s or look at its log.{self._told()}"
             ) from error
+        except EngineError:
+            if self.publisher is not None:
+                # a refusal may be because of bytes, which has names
+                self.publisher.settle()
+            raise
         except aiohttp.ClientError as error:
             raise EngineError(f"The rollout server {self._url} broke off during generation ({error}).{self._told()}") from error
         samples = [self._sample(prompts[i // group_size], i // group_size, answer) for i, answer in enumerate(answers)]
@@ -201,19 +208,26 @@ class ServerEngine:
             decode=self.decode,
         )
 
-    def publish(self, tensors: Iterable[ExportedTensor], *, policy_version: int, receipt: bool) -> PublishReport:
-        """Deliver a complete set of weights, and with ``receipt`` compare bytes at every rank before generation goes on.
+    def publish(
+        self, tensors: Iterable[ExportedTensor], *, policy_version: int, receipt: bool, before: str = "generation"
+    ) -> PublishReport:
+        """Deliver a complete set of weights, and with ``receipt`` compare bytes at every rank, ``before`` generation goes on or answers do;
+        see :meth:`WeightPublisher.publish`.
 
         Raises EngineError when the server refuses or dies, ByteMismatchError when its bytes are not the given ones.
         """
         publisher = self.publisher
         if publisher is None:
             raise EngineError("sync.transport is ranks, which takes no whole tensors: use orchestration.weight_sync.publish_weights.")
-        return self.delivered(lambda: publisher.publish(tensors, policy_version=policy_version, receipt=receipt), policy_version)
 
-    def arm(self, policy_version: int, *, receipt: bool) -> bool:
+        def deliver() -> PublishReport:
+            return publisher.publish(tensors, policy_version=policy_version, receipt=receipt, before=before)
+
+        return self.delivered(deliver, policy_version)
+
+    def arm(self, policy_version: int, *, receipt: bool, before: str = "generation") -> bool:
         """Announce the next :meth:`publish`, of the same tensors; see :meth:`WeightPublisher.arm`. Nothing generates until then."""
-        return self.publisher is not None and self.publisher.arm(policy_version, receipt=receipt)
+        return self.publisher is not None and self.publisher.arm(policy_version, receipt=receipt, before=before)
 
     def disarm(self) -> None:
         """Take back what :meth:`arm` announced, if it did; see :meth:`WeightPublisher.disarm`."""

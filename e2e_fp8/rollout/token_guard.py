@@ -2,8 +2,8 @@
 
 vLLM's control routes have no authentication, and its generation routes know nothing of half-written weights. The guard demands
 a bearer token on every route but ``/health`` and refuses to generate while the weights are torn. One front-end process is
-assumed, vLLM's default, because the guard keeps the state it refuses by. It has one route of its own, ``POST /weight_update``, which is
-all that a settled sync needs besides ``/resume``.
+assumed, vLLM's default, because the guard keeps the state it refuses by. It has two routes of its own: ``POST /weight_update``, which is
+all that a settled sync needs besides ``/resume``, and ``POST /refuse_generation``.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
-from e2e_fp8.rollout.in_flight import App, InFlight, Receive, Scope, Send
-from e2e_fp8.rollout.paused_call import METHOD
-from e2e_fp8.sync.http_client import UPDATE_ROUTE
+from e2e_fp8.rollout.comparison import Comparison
+from e2e_fp8.rollout.in_flight import PAUSED, App, InFlight, Receive, Scope, Send
+from e2e_fp8.rollout.paused_call import METHOD, is_whole
+from e2e_fp8.sync.http_client import REFUSE_ROUTE, UPDATE_ROUTE
 from e2e_fp8.sync.token import read_token
 
 OPEN_ROUTES = ("/health",)
@@ -30,6 +31,7 @@ CONTROL_ROUTES = (
     "/finish_weight_update",
     "/collective_rpc",
     UPDATE_ROUTE,
+    REFUSE_ROUTE,
     "/reset_prefix_cache",
     "/sleep",
     "/wake_up",
@@ -43,7 +45,6 @@ _EARLY_ROUTE = "/v1/responses"
 _ALIVE_S = 1.0
 """Between two looks at whether the engine lives while a call waits for it."""
 _TORN = {"policy_version": None, "refusal": "a weight update is running or was left halfway"}
-_PAUSED = "generation is paused for a weight update"
 
 
 class TokenGuard:
@@ -65,6 +66,8 @@ class TokenGuard:
         """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
         self._uncompared: int | None = None
         """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
+        self._comparison: Comparison | None = None
+        """Of that version, while the engine already generates from it."""
         self._in_flight = InFlight()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,10 +84,12 @@ class TokenGuard:
         elif self._generates(scope):
             # nothing was awaited since the state was looked at
             version = None if self._state is None else self._state["policy_version"]
-            if not await self._in_flight.run(self._app, scope, receive, send, version):
-                await _refuse(scope, send, 503, f"Generation refused: {_PAUSED}.")
+            if reason := await self._in_flight.run(self._app, scope, receive, send, version, self._comparison):
+                await _refuse(scope, send, 503, f"Generation refused: {reason}.")
         elif (scope["method"], scope["path"]) == ("POST", UPDATE_ROUTE):
             await self._update(scope, receive, send)
+        elif (scope["method"], scope["path"]) == ("POST", REFUSE_ROUTE):
+            await self._refuse_from_now(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("POST", "/resume"):
             await self._resume(scope, send)
         elif scope["path"] not in CONTROL_ROUTES:
@@ -117,6 +122,8 @@ class TokenGuard:
             # it began while this body was read, or the workers are needed for its next step
             await _refuse(scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before.")
             return
+        # its weights may be about to go
+        self._end_comparison("another update came before its trainer had said that it compared bytes")
         before, self._uncompared = self._uncompared, _to_compare(fields)
         self._updating += 1
         self._armed = announced
@@ -126,9 +133,14 @@ class TokenGuard:
                 called = (
                     engine.collective_rpc("weight_update", args=(step,))
                     if mode is None
-                    else self._paused_call(engine, mode, step, announced=announced)
+                    else self._paused_call(engine, mode, step, announced=announced, resume=bool(fields.get("resume")))
                 )
                 results = await _while_alive(engine, called)
+                if fields.get("resume") and all(map(is_whole, results)):
+                    if mode is None:
+                        # with a pause the core has done that
+                        await engine.resume_generation()
+                    self._go_on(fields, _merged([result["state"] for result in results]) if calls == self._calls else None)
         except Exception as error:
             # the workers' own, or the end of the engine
             results = error
@@ -149,8 +161,46 @@ class TokenGuard:
             self._told = _merged(states)
         await _answer(send, 200, {"results": results})
 
+    def _go_on(self, fields: Mapping[str, Any], state: dict[str, Any] | None) -> None:
+        """Admit requests again, ``state`` being that of the new weights if it is known; where bytes are still to be compared, no answer
+        leaves before that."""
+        if self._uncompared is not None:
+            self._comparison = Comparison(self._uncompared, float(fields["patience_s"]), self._too_late)
+        self._state = state
+
+    def _too_late(self) -> None:
+        self._end_comparison("its trainer did not say in time that it compared bytes")
+
+    def _end_comparison(self, refusal: str = "") -> None:
+        """Let the answers go that wait for it, or refuse them. Generation is refused then for as long as nobody has compared."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            comparison.end(refusal and f"policy version {comparison.policy_version} is not used: {refusal}")
+
+    async def _refuse_from_now(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """``refuse_generation`` of every worker with the ``reason`` of the body; answers that wait for a comparison are refused too."""
+        body = await _body(receive)
+        if body is None:
+            return
+        reason = str(_fields(body).get("reason", "a trainer asked for that"))
+        self._end_comparison(reason)
+        try:
+            with self._may_change():
+                await scope["app"].state.engine_client.collective_rpc("refuse_generation", args=(reason,))
+        except Exception as error:
+            await _refuse(scope, send, 500, str(error))
+            return
+        if not self._updating:
+            self._state = None
+        await _answer(send, 200, {})
+
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
+        if self._comparison is not None:
+            self._uncompared = None
+            self._end_comparison()
+            await _answer(send, 200, {"status": "compared"})
+            return
         before, self._uncompared = self._uncompared, None
         try:
             await scope["app"].state.engine_client.resume_generation()
@@ -161,7 +211,7 @@ class TokenGuard:
             return
         await _answer(send, 200, {"status": "resumed"})
 
-    async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool) -> list[dict[str, Any]]:
+    async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool, resume: bool) -> list[dict[str, Any]]:
         """From the pause on the weights count as torn. Requests that were admitted before it end first, under their own version.
 
         An announced update that came to nothing ends as if it had not been: nobody may be there to resume.
@@ -179,7 +229,7 @@ class TokenGuard:
             await engine.renderer.clear_mm_cache_async()
         await self._in_flight.settle(is_busy, is_paused=is_paused or was_paused, aborts=mode == "abort")
         self._state = _TORN
-        results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,))
+        results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,), resume)
         if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
             if resumes:
                 await engine.resume_generation()
@@ -211,8 +261,12 @@ class TokenGuard:
                 f"{_EARLY_ROUTE} is not served: its answers begin before the engine has the request, and so outlive a policy version.",
             )
         if self._generates(scope):
-            state = await self._ask(engine)
-            return (503, f"Generation refused: {state['refusal']}.") if state["refusal"] else None
+            state, version = await self._ask(engine), self._uncompared
+            refusal = state["refusal"]
+            if not refusal and self._comparison is None and version is not None and version == state["policy_version"]:
+                # the engine goes on, but nobody has compared in time
+                refusal = self._not_compared(version)
+            return (503, f"Generation refused: {refusal}.") if refusal else None
         if self._armed and path in CONTROL_ROUTES and path not in _WITHOUT_WORKERS:
             return 409, _ARMED
         if path == "/pause":
@@ -223,6 +277,8 @@ class TokenGuard:
             return 409, f"pause={query['pause']} is neither wait nor abort."
         if path == UPDATE_ROUTE and "pause" not in query and self._state is not _TORN:
             return 409, "An update begins with pause=wait or pause=abort, so that no response mixes two policy versions."
+        if path == "/sleep" and self._comparison is not None:
+            return 409, f"The weights of policy version {self._comparison.policy_version} are still compared: sleep after that."
         if path == "/sleep" and query.get("level") == "2":
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None
@@ -231,6 +287,7 @@ class TokenGuard:
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
             await self._in_flight.settle(engine.output_processor.has_unfinished_requests, is_paused=True)
             # vLLM's own verbs, which compare nothing, write everything anew
+            self._end_comparison("another update came before its trainer had said that it compared bytes")
             self._state, self._uncompared = _TORN, None
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
 
@@ -238,20 +295,26 @@ class TokenGuard:
         under_way = 409, "Cannot resume: a weight update is under way."
         if self._updating:
             return under_way
+        if self._comparison is not None:
+            version = self._comparison.policy_version
+            return None if query.get("compared") == str(version) else (409, f"Cannot resume: {self._not_compared(version)}.")
         self._state = self._told
         state, version = await self._ask(engine), self._uncompared
         if self._updating:
             # it began while the workers answered
             return under_way
         if not state["refusal"] and version is not None and query.get("compared") != str(version):
-            reason = f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
-            state = self._state = {**state, "refusal": reason}
+            state = self._state = {**state, "refusal": self._not_compared(version)}
         return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
+
+    @staticmethod
+    def _not_compared(version: int) -> str:
+        return f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
 
     async def _refuse_while_paused(self, engine: Any) -> None:
         # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.
         state = await self._ask(engine)
-        self._state = {**state, "refusal": state["refusal"] or _PAUSED}
+        self._state = {**state, "refusal": state["refusal"] or PAUSED}
 
     async def _ask(self, engine: Any) -> dict[str, Any]:
         """State of the weights; the first rank that refuses speaks for all."""

@@ -46,7 +46,8 @@ class WorkerExtension:
         """vLLM's verbs start, update and finish in one call, as an ``UpdateStep`` in JSON says; ``seconds`` it took here.
 
         A call that finishes the update also says ``state``, see :meth:`weight_state`; where the step asks for a receipt, ``table`` and
-        ``seal`` as of :meth:`LiveReceipt.sealed` and ``receipt_seconds``, which are not part of ``seconds``.
+        ``seal`` as of :meth:`LiveReceipt.sealed` and ``receipt_seconds``, which are not part of ``seconds``; with ``resume`` they are
+        only begun, for :meth:`sealed_receipt`.
         ``unprepared``: nothing was done, because these tensors or this channel are not known; call ``prepare_update`` and
         ``init_weight_transfer_engine`` first. A step with ``flags`` waits for the trainer's word before anything is marked or written;
         ``disarmed`` says why it did not come.
@@ -67,7 +68,9 @@ class WorkerExtension:
                 return {"seconds": time.perf_counter() - started}
             finished = time.perf_counter()
             answer: dict[str, Any] = {"seconds": finished - started, "state": self.weight_state()}
-            if wanted.receipt:
+            if wanted.receipt and wanted.resume:
+                transfer.begin_receipt()
+            elif wanted.receipt:
                 answer |= transfer.sealed_receipt()
                 answer["receipt_seconds"] = time.perf_counter() - finished
         except UserError as error:
@@ -117,6 +120,13 @@ class WorkerExtension:
         try:
             return _transfer(self).receipt(json.loads(known))
         except (UserError, ValueError) as error:
+            return {"error": str(error)}
+
+    def sealed_receipt(self) -> dict[str, Any]:
+        """``table`` and ``seal`` of this rank's live bytes, which the last update may have begun to read."""
+        try:
+            return _transfer(self).sealed_receipt()
+        except UserError as error:
             return {"error": str(error)}
 
     def describe_worker(self) -> dict[str, Any]:

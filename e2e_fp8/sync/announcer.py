@@ -5,7 +5,6 @@ processes wake each other. Announced, they are over before the weights are ready
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,16 +14,16 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.buckets import UpdateManifest
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.flags import TrainerFlags, looks
+from e2e_fp8.sync.publish_report import Wish
 
 _TOGETHER_S = 10.0
 """Ranks get one message: those that come so much later than others do not come."""
 _FAILURE_S = 5.0
 """How long a rank's own sentence is waited for once it has failed: others may wait for bytes that will not come."""
-Key = tuple[int, bool, str]
-"""Policy version, whether bytes are compared, what becomes of requests in flight."""
 
 
 class ArmedUpdate:
@@ -95,20 +94,14 @@ class UpdateAnnouncer:
         self._control, self._timeout_s = control, timeout_s
         self._flags: TrainerFlags | None = None
         self._armed: ArmedUpdate | None = None
-        self._key: Key | None = None
+        self._key: tuple[int, Wish] | None = None
+        """Policy version, and what is asked for."""
         self._tensors: Mapping[str, torch.Tensor] | None = None
 
     def arm(
-        self,
-        key: Key,
-        manifest: UpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
-        update: dict[str, Any],
-        *,
-        sealed: bool,
-        patience_s: float,
+        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], update: dict[str, Any], wish: Wish, *, patience_s: float
     ) -> str:
-        """Announce ``update``, all of ``manifest``; ``sealed``: with a receipt in the same call. Empty, or why nothing was announced.
+        """Announce ``update``, all of ``manifest``. Empty, or why nothing was announced.
 
         Raises EngineError when the server is gone.
         """
@@ -119,12 +112,13 @@ class UpdateAnnouncer:
                 flags.close()
                 return refusal
             self._flags = flags
-        _, compare, in_flight = key
         word = {"flags": flags.id, "turn": flags.arm(), "patience_s": patience_s}
-        step = self._control.step(manifest, update, begin=True, finish=True, receipt=sealed, compare=compare, **word).to_dict()
+        what = {"receipt": wish.sealed, "compare": wish.receipt, "resume": wish.resume}
+        step = self._control.step(manifest, update, begin=True, finish=True, **what, **word).to_dict()
         client, timeout_s = self._control.waiting_client, patience_s + self._timeout_s
-        answer = _in_background(lambda: client.update(step, pause=in_flight, timeout_s=timeout_s))
-        self._armed, self._key, self._tensors = ArmedUpdate(flags, answer, self._timeout_s), key, tensors
+        answer = in_background(lambda: _answered(lambda: client.update(step, pause=wish.in_flight, timeout_s=timeout_s)))
+        self._armed, self._tensors = ArmedUpdate(flags, answer, self._timeout_s), tensors
+        self._key = manifest.policy_version, wish
         return ""
 
     def _refusal(self, flags: TrainerFlags) -> str:
@@ -142,9 +136,9 @@ class UpdateAnnouncer:
         if self._armed is not None and self._flags is not None:
             self._flags.soon()
 
-    def claimed(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> ArmedUpdate | None:
+    def claimed(self, policy_version: int, wish: Wish, tensors: Mapping[str, torch.Tensor]) -> ArmedUpdate | None:
         """What was announced, if it is this; another announcement is cancelled."""
-        if self._armed is not None and (key != self._key or tensors is not self._tensors):
+        if self._armed is not None and ((policy_version, wish) != self._key or tensors is not self._tensors):
             self.cancel()
         return self._armed
 
@@ -170,19 +164,11 @@ class UpdateAnnouncer:
             self._flags = None
 
 
-def _in_background(call: Callable[[], Any]) -> Future:
-    """The result to come of ``call``, in a thread that does not keep the process from ending: ranks that wait see it end."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except EngineError as error:
-            future.set_exception(error)
-        except BaseException as error:
-            unknown = EngineError(f"The rollout server answered an announced update in a way that this program does not know ({error!r}).")
-            unknown.__cause__ = error
-            future.set_exception(unknown)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+def _answered(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except EngineError:
+        raise
+    except BaseException as error:
+        unknown = f"The rollout server answered an announced update in a way that this program does not know ({error!r})."
+        raise EngineError(unknown) from error

@@ -140,7 +140,10 @@ class UpdateStep:
     turn: int = 0
     """Their turn."""
     patience_s: float = 0.0
-    """How long to wait for the trainer's word."""
+    """How long to wait for the trainer's word, and with ``compare`` and ``resume`` for its comparison."""
+    resume: bool = False
+    """Whether generation goes on in the same call; with ``compare`` no answer leaves before the trainer says that it has compared. The
+    receipt's digests are begun then, and asked for later."""
 
     @property
     def update_digest(self) -> str:
@@ -158,13 +161,15 @@ class UpdateStep:
             step = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise EngineError(f"Malformed step of a weight update ({error!r}); refused.") from error
-        kinds = (str, int, str, bool, dict, bool, bool, bool, str, int, int | float)
+        kinds = (str, int, str, bool, dict, bool, bool, bool, str, int, int | float, bool)
         if not all(isinstance(value, kind) for value, kind in zip(vars(step).values(), kinds, strict=True)):
             raise EngineError("Malformed step of a weight update; refused.")
         if not 0 <= step.patience_s < math.inf:
             raise EngineError(f"A step of a weight update would wait {step.patience_s} s; refused.")
         if step.flags and not (step.begin and step.finish):
             raise EngineError("An announced update is one step, and this one does not begin and finish it; refused.")
+        if step.resume and not step.finish:
+            raise EngineError("Generation cannot go on in a step that does not finish its update; refused.")
         return step
 
 
@@ -188,7 +193,8 @@ def plan_update(
 
     With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have those together that an engine keeps in one
     parameter (a layer's experts, gate and up, query, key and value) where they follow each other in memory: such a bucket lies there as
-    it is packed, see :func:`lying`. The others are packed in the order of memory, neighbours side by side.
+    it is packed, see :func:`lying`. The others are packed in the order of memory, neighbours side by side; their buckets are in the
+    middle, where those before keep the wire busy while thousands of copies are started.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """
@@ -198,10 +204,11 @@ def plan_update(
     runs = [] if alone_bytes is None else _runs(tensors)
     alone = [run for run in runs if sum(t.nbytes for _, t in run) >= (alone_bytes or 0)]
     in_runs = {id(entry[1]) for run in runs for entry in run}
-    buckets = [bucket for run in alone for bucket in _filled(run, max_bytes)]
+    whole = [bucket for run in alone for bucket in _filled(run, max_bytes)]
     joined = [entry for run in runs if not any(run is other for other in alone) for entry in run]
-    buckets += _filled([*joined, *(entry for entry in tensors if id(entry[1]) not in in_runs)], max_bytes)
-    manifest = UpdateManifest(policy_version=policy_version, buckets=tuple(buckets))
+    packed = _filled([*joined, *(entry for entry in tensors if id(entry[1]) not in in_runs)], max_bytes)
+    half = len(whole) // 2
+    manifest = UpdateManifest(policy_version=policy_version, buckets=(*whole[:half], *packed, *whole[half:]))
     manifest.check()
     return manifest
 

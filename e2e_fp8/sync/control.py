@@ -6,7 +6,7 @@ from typing import Any
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync.buckets import UpdateManifest, UpdateStep
-from e2e_fp8.sync.http_client import ServerClient
+from e2e_fp8.sync.http_client import REFUSE_ROUTE, ServerClient
 
 _CLOSE_S = 10.0
 """A server that hangs must not keep the trainer from ending."""
@@ -54,15 +54,18 @@ class UpdateControl:
         in_flight: str,
         receipt: bool = False,
         compare: bool = False,
+        resume: bool = False,
     ) -> list[dict[str, Any]]:
         """One step of an update; returns when every engine rank has taken it: what ``WorkerExtension.weight_update`` answers at each.
 
-        With ``receipt`` that has their digests; with ``compare`` only :meth:`resume` with this version lets generation go on.
+        With ``receipt`` that has their digests; with ``compare`` only :meth:`resume` with this version lets generation go on. With
+        ``resume`` it goes on in the same call; digests are then begun and not told, and answers wait for :meth:`resume`.
 
         Raises:
             UnpreparedError: the server was started again, or another trainer has published to it.
         """
-        step = self.step(manifest, update, begin=first, finish=last, receipt=receipt, compare=compare)
+        patience = {"resume": resume, "patience_s": self.client.timeout_s if resume else 0.0}
+        step = self.step(manifest, update, begin=first, finish=last, receipt=receipt, compare=compare, **patience)
         ranks = self.client.update(step.to_dict(), pause=in_flight if first else None)
         if any(rank.get("unprepared") for rank in ranks):
             raise UnpreparedError("The rollout server does not know this update; publish again.")
@@ -75,10 +78,10 @@ class UpdateControl:
 
     def refuse(self, reason: str) -> None:
         """Mark the weights as unusable until the next finished update."""
-        self.client.collective("refuse_generation", reason)
+        self.client.post(REFUSE_ROUTE, {"reason": reason})
 
     def resume(self, compared: int | None = None) -> None:
-        """Let generation go on; ``compared``: the policy version whose bytes the engine is known to hold."""
+        """Let generation go on, or answers that wait for that; ``compared``: the policy version whose bytes the engine is known to hold."""
         self.client.post("/resume" if compared is None else f"/resume?compared={compared}")
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ and parts that together do not make up the whole tensor are a mismatch too.
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,12 +100,16 @@ class RankReceipts:
         ``kept``: the same mapping comes again in later syncs, as long as none of its tensors has moved (:class:`NamedTensors`), so that
         its parts are remembered, and with them its memory.
         """
+        return self.start(tensors, kept=kept)()
+
+    def start(self, tensors: Mapping[str, torch.Tensor], *, kept: bool = False) -> Callable[[], np.ndarray]:
+        """:meth:`expected`, begun in the order of the current stream; the call of the result waits. Start again only after that."""
         if kept and tensors is self._kept:
-            return self._plan.run()
+            return self._plan.start()
         plan = DigestPlan([part.of(tensors[part.name]) for part in self._parts])
         if kept:
             self._kept, self._plan = tensors, plan
-        return plan.run()
+        return plan.start()
 
     def agreed(self, expected: np.ndarray, answers: Sequence[Mapping[str, Any]]) -> Manifest | None:
         """The trainer's manifest if every rank's answer (``table``, ``seal``) is what :meth:`expected` makes of it.

@@ -15,10 +15,12 @@ from e2e_fp8.errors import ConfigError, EngineError
 
 UPDATE_ROUTE = "/weight_update"
 """The token guard's own route: one step of a weight update, or all of it announced ahead."""
+REFUSE_ROUTE = "/refuse_generation"
+"""The guard's route by which a trainer marks weights as unusable until the next finished update."""
 _METHOD_ROUTE = "/collective_rpc"
-REPEATABLE_ROUTES = ("/pause", "/resume")
+REPEATABLE_ROUTES = ("/pause", "/resume", REFUSE_ROUTE)
 """POST routes that may be asked twice: the second time changes nothing."""
-REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "refuse_generation", "close_channel", "open_flags")
+REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "close_channel", "open_flags")
 """Worker methods of which the same holds. Not ``weight_update``, whose messages come once, nor what opens a channel."""
 _FRESH_S = 2.0
 """How long an idle connection is taken for open; vLLM closes it after 5 seconds."""

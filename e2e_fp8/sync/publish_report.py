@@ -1,9 +1,64 @@
 """What one finished update was, and where its seconds went."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from e2e_fp8.errors import ConfigError
+from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.receipt import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What becomes of generation and of the receipt in one update."""
+
+    receipt: bool
+    in_flight: str
+    """Of requests: ``wait`` or ``abort``."""
+    before: str
+    """What the receipt is for: ``generation`` resumes after it, or ``answers`` alone wait."""
+    sealed: bool = False
+    """Whether one hash of each rank is enough for the receipt."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for words that do not exist."""
+        if self.in_flight not in ("wait", "abort"):
+            raise ConfigError(f"in_flight is {self.in_flight!r}: use wait or abort.")
+        if self.before not in ("generation", "answers"):
+            raise ConfigError(f"before is {self.before!r}: bytes are compared before generation or before answers.")
+
+    def where(self, *, parts_known: bool) -> "Wish":
+        """The same, given whether the ranks have told which parts they hold."""
+        return replace(self, sealed=self.receipt and parts_known)
+
+    @property
+    def meanwhile(self) -> bool:
+        """Whether bytes are compared while the engine already generates."""
+        return self.sealed and self.before == "answers"
+
+    @property
+    def resume(self) -> bool:
+        """Whether generation goes on in the update's own call."""
+        return self.meanwhile or not self.receipt
+
+
+class PendingReceipt:
+    """A comparison under way in another thread."""
+
+    def __init__(self, compare: Callable[[], tuple[Manifest, float]]) -> None:
+        """``compare``: the receipt, and the seconds until it was there."""
+        self._future = in_background(compare)
+        self.was_told = False
+        """Whether somebody has been told that it failed."""
+
+    def result(self) -> tuple[Manifest, float]:
+        """What ``compare`` returns; waits for it. Its errors."""
+        try:
+            return self._future.result()
+        except BaseException:
+            self.was_told = self._future.done()
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +74,27 @@ class PublishReport:
     receipt_seconds: float
     """What the receipt took beyond that; digests that were computed while bytes were under way are in :attr:`seconds`."""
     receipt: Manifest | None
-    """Digests that trainer and every engine rank agree on; None when the receipt was not asked for."""
+    """Digests that trainer and every engine rank agree on; None when the receipt was not asked for, and while it is :attr:`pending`."""
     phases: dict[str, float]
     """Where the seconds went, in order; a phase ``a: b`` is part of ``a`` where that is a phase too."""
     armed: bool = False
     """Whether :meth:`WeightPublisher.arm` had announced it."""
+    pending: PendingReceipt | None = None
+    """The comparison that goes on while the server generates, of which no answer leaves before it is over."""
+    waited_seconds: float | None = None
+    """Of :attr:`receipt_seconds`, those for which somebody waited; None: all."""
+
+    def settled(self) -> "PublishReport":
+        """With the receipt; waits for a comparison under way.
+
+        Raises ByteMismatchError when the engine's bytes are not the trainer's, EngineError when the server died; it generates nothing then.
+        """
+        if self.pending is None:
+            return self
+        started = time.perf_counter()
+        receipt, seconds = self.pending.result()
+        waited = time.perf_counter() - started
+        return replace(self, receipt=receipt, receipt_seconds=seconds, waited_seconds=waited, pending=None)
 
 
 class PhaseClock:

@@ -5,9 +5,8 @@ publisher.publish(tensors, policy_version=1)     # raises ByteMismatchError unle
 publisher.arm(2)                                 # optional, from the third sync on: before the optimizer step that makes version 2
 """
 
-import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
+from e2e_fp8.errors import ConfigError, EngineError, UserError
 from e2e_fp8.sync.announcer import ArmedUpdate, UpdateAnnouncer
 from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
+from e2e_fp8.sync.comparisons import Comparisons
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.direct import DirectSender
-from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
-from e2e_fp8.sync.publish_report import PhaseClock, PublishReport
+from e2e_fp8.sync.publish_report import PendingReceipt, PhaseClock, PublishReport, Wish
 from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.sync.settled import NamedTensors
 from e2e_fp8.types import ExportedTensor
@@ -40,8 +39,8 @@ class _Delivered:
 
     answers: Sequence[dict[str, Any]]
     """Of the ranks to the last announcement."""
-    own: np.ndarray | None
-    """Digests of the trainer's own bytes, if a receipt can use them already."""
+    own: Callable[[], np.ndarray] | None
+    """Waits for digests of the trainer's own bytes, if a receipt can use them already."""
     seconds: float
     armed: bool = False
 
@@ -96,10 +95,9 @@ class WeightPublisher:
         self._announcer = UpdateAnnouncer(self.control, timeout_s=timeout_s)
         self.not_armed = ""
         """Why the last :meth:`arm` did nothing."""
-        self._tables: dict[str, PartTable] = {}
-        self._receipts: RankReceipts | None = None
-        self._reading: torch.cuda.Stream | None = None
-        """Where a GPU trainer reads its own bytes for a receipt."""
+        self._comparisons = Comparisons(self.control, device)
+        self._pending: PendingReceipt | None = None
+        """Of the last update, if its bytes were compared while the server generated."""
 
     def _opener(
         self, transport: str, direct: bool, host: str, timeout_s: float, folder: Path | None, write: WriteFolder | None
@@ -122,7 +120,15 @@ class WeightPublisher:
         if any(worker["device_uuid"] == own for worker in self.workers):
             raise ConfigError(f"Trainer and rollout engine share GPU {own}, and NCCL needs one GPU for each rank: use transport ipc.")
 
-    def arm(self, policy_version: int, *, receipt: bool = True, in_flight: str = "wait", patience_s: float | None = None) -> bool:
+    def arm(
+        self,
+        policy_version: int,
+        *,
+        receipt: bool = True,
+        in_flight: str = "wait",
+        before: str = "generation",
+        patience_s: float | None = None,
+    ) -> bool:
         """Announce that :meth:`publish` comes with the last tuple as ``policy_version`` and the same options; whether that was possible.
 
         Generation is paused from then on (503), and the engine's ranks wait with the old weights whole, so that of the update only the
@@ -133,9 +139,11 @@ class WeightPublisher:
         False, :attr:`not_armed` saying why, unless the same tuple was published twice, by ``ipc`` without buckets or ``nccl``, and the
         engine's ranks share this host's memory. Nothing was done then.
 
-        Raises ConfigError for an ``in_flight`` that is neither, EngineError when the server is gone.
+        Raises ConfigError for an ``in_flight`` or ``before`` that is neither, EngineError when the server is gone, ByteMismatchError as
+        :meth:`settle` does.
         """
-        _check_in_flight(in_flight)
+        wish = Wish(receipt=receipt, in_flight=in_flight, before=before)
+        self.settle()
         self.disarm()
         self.not_armed = "these tensors were not published twice as one tuple that stays where it is"
         if self._sender is None or self._planned_last is None or self._last is None or self._last is not self._open_for:
@@ -145,10 +153,9 @@ class WeightPublisher:
         if update is None:
             self.not_armed = f"transport {self._transport} takes more than one call"
             return False
-        sealed = receipt and self._receipts is not None
+        wish = wish.where(parts_known=self._comparisons.knows_parts)
         patience_s = self.control.client.timeout_s if patience_s is None else patience_s
-        key = (policy_version, receipt, in_flight)
-        self.not_armed = self._announcer.arm(key, manifest, self._last, update, sealed=sealed, patience_s=patience_s)
+        self.not_armed = self._announcer.arm(manifest, self._last, update, wish, patience_s=patience_s)
         return not self.not_armed
 
     def disarm(self) -> None:
@@ -159,50 +166,72 @@ class WeightPublisher:
         self._announcer.cancel()
 
     def publish(
-        self, tensors: Iterable[ExportedTensor], *, policy_version: int, receipt: bool = True, in_flight: str = "wait"
+        self,
+        tensors: Iterable[ExportedTensor],
+        *,
+        policy_version: int,
+        receipt: bool = True,
+        in_flight: str = "wait",
+        before: str = "generation",
     ) -> PublishReport:
         """Deliver a complete set of weights and compare bytes; generation resumes only after both succeeded.
+
+        With ``before="answers"`` it resumes once every byte is there, and no answer leaves the server before bytes were compared, which
+        goes on in another thread when this returns: see ``PublishReport.settled`` and :meth:`settle`. The first sync of a set of tensors
+        compares before generation all the same, since parts have to be named.
 
         Requests in flight finish under the old weights (``in_flight="wait"``) or are cut short (``"abort"``). A call after a
         failed one, here or in a process that was killed, starts over. The same tuple again, its tensors where they were, is known
         again, which saves naming, planning and opening.
 
         Raises:
-            ConfigError: ``in_flight`` is neither.
+            ConfigError: ``in_flight`` or ``before`` is neither.
             EngineError: the server refuses (names, shapes, dtypes; nothing was written then), dies, or does not answer.
-            ByteMismatchError: the engine's bytes are not the given ones; the server keeps refusing to generate.
+            ByteMismatchError: the engine's bytes are not the given ones, or were not those of the last update; the server refuses to
+                generate from then on.
         """
-        _check_in_flight(in_flight)
+        wish = Wish(receipt=receipt, in_flight=in_flight, before=before)
+        self.settle()
         clock = PhaseClock()
         self._announcer.soon()
         try:
             named = self._named.of(tensors)
-            armed = self._announcer.claimed((policy_version, receipt, in_flight), named)
+            armed = self._announcer.claimed(policy_version, wish.where(parts_known=self._comparisons.knows_parts), named)
         except BaseException:
             self._announcer.forget(_CLOSE_S)
             raise
         manifest = self._planned(named, policy_version)
         clock.mark("plan")
+        wish, proof = wish.where(parts_known=self._comparisons.knows_parts), None
         try:
-            done = None if armed is None else self._deliver_armed(armed, manifest, named, clock, receipt=receipt)
+            done = None if armed is None else self._deliver_armed(armed, manifest, named, clock, wish)
             if done is None:
-                done = self._deliver_now(manifest, named, in_flight, clock, receipt=receipt)
-            proof = self._receipt(named, policy_version, done.answers, done.own, clock) if receipt else None
+                done = self._deliver_now(manifest, named, clock, wish)
+            if wish.meanwhile:
+                assert done.own is not None
+                self._pending = self._compare_meanwhile(named, policy_version, done.own)
+            elif receipt:
+                own, kept = None if done.own is None else done.own(), self._named.keeps(named)
+                clock.mark("receipt: trainer")
+                proof = self._comparisons.proof(named, own, done.answers, policy_version=policy_version, kept=kept)
+                clock.mark("receipt: compare")
         except BaseException:
             self._forget()
             raise
         compared = clock.total()
         self._last = named if self._named.keeps(named) else None
-        self.control.resume(policy_version if receipt else None)
-        clock.mark("resume")
+        if not wish.resume:
+            self.control.resume(policy_version)
+            clock.mark("resume")
         return PublishReport(
             policy_version=policy_version,
             num_bytes=manifest.num_bytes,
             seconds=done.seconds,
-            receipt_seconds=compared - done.seconds if receipt else 0.0,
+            receipt_seconds=0.0 if proof is None else compared - done.seconds,
             receipt=proof,
             phases=clock.seconds,
             armed=done.armed,
+            pending=self._pending,
         )
 
     def _planned(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> UpdateManifest:
@@ -211,11 +240,12 @@ class WeightPublisher:
             signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
             if self._planned_last is None or self._planned_last[0] != signature:
                 manifest = plan_update(list(tensors.items()), policy_version=policy_version, **self._packing)
-                self._planned_last, self._receipts = (signature, manifest), None
+                self._planned_last = signature, manifest
+                self._comparisons.forget()
         return self._planned_last[1].at_version(policy_version)
 
     def _deliver_armed(
-        self, armed: ArmedUpdate, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], clock: PhaseClock, *, receipt: bool
+        self, armed: ArmedUpdate, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], clock: PhaseClock, wish: Wish
     ) -> _Delivered | None:
         """None, and nothing is written or announced any more, when the ranks do not wait for this trainer."""
         sender = self._sender
@@ -226,38 +256,34 @@ class WeightPublisher:
             self.disarm()
             clock.mark("disarm")
             return None
-        with ThreadPoolExecutor(1) as reader:
-            own = reader.submit(self._own_digests(tensors)) if receipt and self._receipts is not None else None
-            sender.send(manifest, tensors, lambda update, *, first, last: armed.written())
-            clock.mark("send")
-            seconds = clock.total()
-            digests = None if own is None else own.result()
-        clock.mark("receipt: trainer")
+        own = self._own_digests(tensors, wish, sent=False)
+        sender.send(manifest, tensors, lambda update, *, first, last: armed.written())
+        clock.mark("send")
+        seconds = clock.total()
+        own = own or self._own_digests(tensors, wish, sent=True)
         answers = armed.answers()
         self._announcer.finished()
-        clock.mark("receipt: engine" if receipt else "answer")
+        clock.mark("answer" if wish.resume else "receipt: engine")
         clock.add("send: engine copies", max(rank["seconds"] for rank in answers))
-        return _Delivered(answers=answers, own=digests, seconds=seconds, armed=True)
+        return _Delivered(answers=answers, own=own, seconds=seconds, armed=True)
 
-    def _deliver_now(
-        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock, *, receipt: bool
-    ) -> _Delivered:
+    def _deliver_now(self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], clock: PhaseClock, wish: Wish) -> _Delivered:
         try:
-            answers, own = self._deliver(manifest, tensors, in_flight, clock, receipt=receipt)
+            answers, own = self._deliver(manifest, tensors, clock, wish)
         except UnpreparedError:
             # The server was started again, or another trainer published to it, since the last update.
             self._forget()
             with suppress(EngineError):
                 self.control.resume()
-            answers, own = self._deliver(manifest, tensors, in_flight, clock, receipt=receipt)
+            answers, own = self._deliver(manifest, tensors, clock, wish)
         reading = max(answer.get("receipt_seconds", 0.0) for answer in answers)
-        seconds = clock.total() - clock.seconds["receipt: trainer"] - reading
+        seconds = clock.total() - reading
         clock.move(reading, "send", "receipt: engine")
         return _Delivered(answers=answers, own=own, seconds=seconds)
 
     def _deliver(
-        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], in_flight: str, clock: PhaseClock, *, receipt: bool
-    ) -> tuple[list[dict[str, Any]], np.ndarray | None]:
+        self, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], clock: PhaseClock, wish: Wish
+    ) -> tuple[list[dict[str, Any]], Callable[[], np.ndarray] | None]:
         """(the ranks' answers to the last announcement, digests of the trainer's own bytes if a receipt can use them already)."""
         if not self.control.prepare(manifest):
             self._drop_sender()
@@ -272,69 +298,60 @@ class WeightPublisher:
         answers: list[dict[str, Any]] = []
 
         def announce(update: dict[str, Any], *, first: bool, last: bool) -> None:
-            sealed = receipt and last and self._receipts is not None
-            told = self.control.announce(manifest, update, first=first, last=last, in_flight=in_flight, receipt=sealed, compare=receipt)
+            told = self.control.announce(
+                manifest,
+                update,
+                first=first,
+                last=last,
+                in_flight=wish.in_flight,
+                receipt=last and wish.sealed,
+                compare=wish.receipt,
+                resume=last and wish.resume,
+            )
             clock.add("send: engine copies", max(rank["seconds"] for rank in told))
             answers[:] = told
 
-        with ThreadPoolExecutor(1) as reader:
-            # Both sides' memory is read while bytes are under way.
-            own = reader.submit(self._own_digests(tensors)) if receipt and self._receipts is not None else None
-            sender.send(manifest, tensors, announce)
-            clock.mark("send")
-            digests = None if own is None else own.result()
-        clock.mark("receipt: trainer")
-        return answers, digests
+        own = self._own_digests(tensors, wish, sent=False)
+        sender.send(manifest, tensors, announce)
+        clock.mark("send")
+        return answers, own or self._own_digests(tensors, wish, sent=True)
 
-    def _own_digests(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], np.ndarray]:
-        """A call, for another thread, that reads ``tensors`` as the current stream leaves them, beside what is sent meanwhile."""
-        receipts, kept = self._receipts, self._named.keeps(tensors)
-        assert receipts is not None
-        if self._device.type != "cuda":
-            return lambda: receipts.expected(tensors, kept=kept)
-        self._reading = self._reading or torch.cuda.Stream(self._device)
-        stream, written = self._reading, torch.cuda.current_stream(self._device).record_event()
+    def _own_digests(self, tensors: Mapping[str, torch.Tensor], wish: Wish, *, sent: bool) -> Callable[[], np.ndarray] | None:
+        """Start reading the trainer's own bytes for a receipt, if this is the time: while bytes are under way, but for an update that
+        reads the same GPU's memory and does not wait for the receipt."""
+        after = wish.meanwhile and self._transport == "ipc"
+        return self._comparisons.start(tensors, kept=self._named.keeps(tensors)) if wish.sealed and after == sent else None
 
-        def digests() -> np.ndarray:
-            with torch.cuda.stream(stream):
-                stream.wait_event(written)
-                return receipts.expected(tensors, kept=kept)
+    def _compare_meanwhile(self, tensors: Mapping[str, torch.Tensor], policy_version: int, own: Callable[[], np.ndarray]) -> PendingReceipt:
+        """Compare in another thread, and have the server's answers go once that is done."""
+        kept, delivered = self._named.keeps(tensors), time.perf_counter()
 
-        return digests
+        def compare() -> tuple[Manifest, float]:
+            digests = own()
+            answers = self.client.collective("sealed_receipt")
+            proof = self._comparisons.proof(tensors, digests, answers, policy_version=policy_version, kept=kept)
+            self.control.resume(policy_version)
+            return proof, time.perf_counter() - delivered
 
-    def _receipt(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        policy_version: int,
-        answers: Sequence[Mapping[str, Any]],
-        own: np.ndarray | None,
-        clock: PhaseClock,
-    ) -> Manifest:
-        proof = None if own is None or self._receipts is None else self._receipts.agreed(own, answers)
-        if proof is None:
-            # The first time, and where something differs, whose name is wanted.
-            proof = self._compared(tensors, policy_version)
-        clock.mark("receipt: compare")
-        return proof
+        pending = PendingReceipt(compare)
+        self._comparisons.hold_writes(own)
+        return pending
 
-    def _compared(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> Manifest:
-        """Every digest of every rank, asked for and compared. Raises ByteMismatchError."""
-        kept = self._named.keeps(tensors)
-        answers = self.client.collective("receipt", json.dumps(sorted(self._tables)))
-        for answer in answers:
-            if "parts" in answer:
-                table = PartTable.from_json(answer["parts"])
-                self._tables[table.digest] = table
-        tables = tuple(self._tables[answer["table"]] for answer in answers)
-        if self._receipts is None or self._receipts.tables != tables:
-            self._receipts = RankReceipts(tensors, tables)
-        expected = self._receipts.expected(tensors, kept=kept)
-        ranks = [decode_digests(answer["digests"]) for answer in answers]
+    def settle(self) -> None:
+        """Wait for the comparison that the last :meth:`publish` left under way, if it did (``before="answers"``).
+
+        Raises ByteMismatchError or EngineError as :meth:`publish` does, unless ``PublishReport.settled`` has raised it already.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        was_told = pending.was_told
         try:
-            return self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
-        except ByteMismatchError:
-            self.control.refuse(f"the receipt of policy version {policy_version} failed")
-            raise
+            pending.result()
+        except UserError:
+            self._forget()
+            if not was_told:
+                raise
 
     def _forget(self) -> None:
         """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""
@@ -348,22 +365,22 @@ class WeightPublisher:
             self._sender = self._open_for = self._last = None
 
     def policy_version(self) -> int | None:
-        """See :meth:`UpdateControl.policy_version`; cancels what :meth:`arm` announced."""
+        """See :meth:`UpdateControl.policy_version`; settles, and cancels what :meth:`arm` announced."""
+        self.settle()
         self.disarm()
         return self.control.policy_version()
 
     def close(self) -> None:
         """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
+        with suppress(UserError):
+            # the server refuses to generate then, and says why
+            self.settle()
         self._announcer.forget(_CLOSE_S)
         if self._sender is not None:
             # Memory that the engine has open is not free for the trainer.
             self.control.close_channel()
         self._forget()
-        self._named, self._planned_last, self._receipts = NamedTensors(), None, None
+        self._named, self._planned_last = NamedTensors(), None
+        self._comparisons.forget()
         self.client.close()
         self.control.waiting_client.close()
-
-
-def _check_in_flight(in_flight: str) -> None:
-    if in_flight not in ("wait", "abort"):
-        raise ConfigError(f"in_flight is {in_flight!r}: use wait or abort.")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration import armed_cases
+from integration import armed_cases, compared_cases
 from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
 from integration.test_server_users import teach_and_serve
 
@@ -141,12 +141,12 @@ def test_a_byte_that_changes_on_the_way_fails_the_sealed_receipt(served, monkeyp
     weights = on_gpu(random_weights(served.cfg, 70))
     publisher, name = served.publisher("ipc"), "model.layers.1.self_attn.o_proj.weight"
     publisher.publish(exported(weights), policy_version=70)
-    announce, expected, is_read = publisher.control.announce, RankReceipts.expected, threading.Event()
+    announce, start, is_read = publisher.control.announce, RankReceipts.start, threading.Event()
 
     def read(*args, **options):
-        digests = expected(*args, **options)
+        digests = start(*args, **options)()
         is_read.set()
-        return digests
+        return lambda: digests
 
     def changed_first(*args, **options):
         assert is_read.wait(30)
@@ -157,7 +157,7 @@ def test_a_byte_that_changes_on_the_way_fails_the_sealed_receipt(served, monkeyp
         torch.cuda.synchronize()
         return told
 
-    monkeypatch.setattr(RankReceipts, "expected", read)
+    monkeypatch.setattr(RankReceipts, "start", read)
     monkeypatch.setattr(publisher.control, "announce", changed_first)
     with pytest.raises(ByteMismatchError, match=rf"1 parts .* {name} \(bytes differ\)"):
         publisher.publish(exported(weights), policy_version=71)
@@ -185,6 +185,18 @@ def test_a_trainer_killed_after_its_announcement(served, check):
     check(served, "ipc", 1000)
 
 
+@pytest.mark.parametrize("check", [compared_cases.check_answers_wait, compared_cases.check_difference])
+@pytest.mark.parametrize("transport", ["ipc", "ipc with buckets"])
+def test_bytes_are_compared_while_the_server_generates(served, check, transport, monkeypatch):
+    check(served, transport, 2000, monkeypatch)
+
+
+def test_a_trainer_killed_while_it_compares(served):
+    if not served.cfg.model.is_moe:
+        pytest.skip("the trainer of armed_process.py has the mixture of experts")
+    compared_cases.check_killed_while_comparing(served, "ipc", 2000)
+
+
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
     with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
         served.publisher("nccl")
@@ -196,9 +208,10 @@ def test_foreign_transformer_engine_loop_is_served(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3"])
-def test_nccl_between_two_gpus(tmp_path, architecture):
+def test_nccl_between_two_gpus(tmp_path, architecture, monkeypatch):
     cfg = case_config(architecture, device="cuda")
-    served = Served(cfg, tmp_path, devices="1", enforce_eager=False)
+    # the trainer's own too, so that ipc can read its memory from the peer
+    served = Served(cfg, tmp_path, devices="1,0", enforce_eager=False)
     try:
         publisher = served.publisher("nccl")
         routes = routes_of(publisher)
@@ -214,6 +227,8 @@ def test_nccl_between_two_gpus(tmp_path, architecture):
         publisher.close()
         for check in armed_cases.CHECKS:
             check(served, "nccl", 1000)
+        for check in (compared_cases.check_answers_wait, compared_cases.check_difference):
+            check(served, "nccl", 2000, monkeypatch)
     finally:
         served.process.close()
 

@@ -2,7 +2,8 @@
 
 Usage: ``python armed_process.py URL TOKEN_FILE TRANSPORT DEVICE SEED NEXT_SEED VERSION HOLD_FILE PHASE``. It publishes weights of SEED as
 VERSION - 1 and VERSION, writes those of NEXT_SEED into the same memory, and creates HOLD_FILE when it has come to PHASE: ``armed``, the
-engine waits for its word; ``go``, it has given that word and has not seen that everything is written.
+engine waits for its word; ``go``, it has given that word and has not seen that everything is written; ``compare``, without an
+announcement, the server generates and the bytes are not compared.
 """
 
 import sys
@@ -23,7 +24,8 @@ def main(url: str, token_file: str, transport: str, device: str, seed: str, next
     weights = {name: tensor.to(where) for name, tensor in random_weights(cfg, int(seed)).items()}
     entries = tuple(exported(weights))
     buckets = {"ipc_buckets": False} if transport == "ipc" else {}
-    publisher = WeightPublisher(url, Path(token_file).read_text(), transport=transport, device=where, timeout_s=60, **buckets)
+    timeout_s = 5.0 if phase == "compare" else 60.0
+    publisher = WeightPublisher(url, Path(token_file).read_text(), transport=transport, device=where, timeout_s=timeout_s, **buckets)
 
     def wait_here() -> None:
         wait_while_held(Path(hold))
@@ -37,9 +39,14 @@ def main(url: str, token_file: str, transport: str, device: str, seed: str, next
     try:
         for settled in (new - 2, new - 1):
             publisher.publish(entries, policy_version=settled)
-        assert publisher.arm(new), publisher.not_armed
+        assert phase == "compare" or publisher.arm(new), publisher.not_armed
         for name, tensor in random_weights(cfg, int(next_seed)).items():
             weights[name].copy_(tensor)
+        if phase == "compare":
+            proof = publisher._comparisons.proof
+            publisher._comparisons.proof = lambda *args, **options: (wait_here(), proof(*args, **options))[1]
+            publisher.publish(entries, policy_version=new, before="answers").settled()
+            return 0
         if phase == "armed":
             wait_here()
         else:

@@ -19,6 +19,7 @@ from integration.trainer_cases import case_config, exported, own_shares, random_
 from e2e_fp8.errors import UserError
 from e2e_fp8.export.policy_folder import checkpoint_writer
 from e2e_fp8.sync import buckets
+from e2e_fp8.sync.comparisons import Comparisons
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.process_group import BroadcastGroup, PairGroup
 from e2e_fp8.sync.publisher import WeightPublisher
@@ -53,8 +54,8 @@ def stop_at(phase: str, hold: Path) -> Callable[[], None]:
         for owner, name in ((buckets, "pack"), (BroadcastGroup, "broadcast"), (PairGroup, "send")):
             replaced(owner, name, count)
     elif phase == "receipt":
-        for owner in (WeightPublisher, RankPublisher):
-            replaced(owner, "_receipt", wait_here)
+        for owner, name in ((Comparisons, "proof"), (RankPublisher, "_receipt")):
+            replaced(owner, name, wait_here)
     else:
         replaced(UpdateControl, {"open": "open_channel", "resume": "resume"}[phase], wait_here)
     return wait_here

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from integration import armed_cases
+from integration import armed_cases, compared_cases
 from integration.server_cases import Served, assert_live, case_config, exported, generate, own_shares, random_weights, shares_publisher
 from integration.torn_cases import check_trainer_killed, kill_server
 
@@ -161,7 +161,7 @@ def test_nobody_lets_generation_go_on_with_bytes_that_were_not_compared(served, 
     first, second = served.publisher("ipc without buckets"), served.publisher("ipc")
     for version in (80, 81):
         first.publish(exported(FIRST), policy_version=version)
-    monkeypatch.setattr(second, "_receipt", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(second._comparisons, "proof", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         second.publish(exported(SECOND), policy_version=82)
     for route in ("/resume", "/resume?compared=81"):
@@ -291,6 +291,24 @@ def test_a_trainer_that_fails_after_its_announcement(served, monkeypatch):
 
 def test_a_trainer_killed_after_its_announcement_leaves_the_old_version_serving(served):
     armed_cases.check_killed_while_armed(served, "ipc", 100)
+
+
+@pytest.mark.parametrize(
+    ("check", "transport"),
+    [
+        (compared_cases.check_answers_wait, "ipc without buckets"),
+        (compared_cases.check_answers_wait, "ipc"),
+        (compared_cases.check_answers_wait, "nccl"),
+        (compared_cases.check_difference, "nccl"),
+        (compared_cases.check_difference, "disk"),
+    ],
+)
+def test_bytes_are_compared_while_the_server_generates(served, check, transport, monkeypatch):
+    check(served, transport, 200, monkeypatch)
+
+
+def test_a_trainer_killed_while_it_compares_leaves_a_refusal(served):
+    compared_cases.check_killed_while_comparing(served, "ipc", 200)
 
 
 def test_announcing_is_refused_where_it_cannot_be(served, monkeypatch):

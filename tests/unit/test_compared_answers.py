@@ -1,0 +1,191 @@
+"""Generation that goes on before bytes are compared: no answer leaves before the trainer has said that they are equal."""
+
+import asyncio
+import json
+import random
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from guarded_server import TOKEN_S, Answer, Server, serve
+
+from e2e_fp8.rollout.paused_call import paused_call
+
+__all__ = ["serve"]
+MODES = ("wait", "abort", None)
+
+
+async def update(server: Server, version: int, mode: str | None = "wait", patience_s: float = 30.0) -> None:
+    """An update whose bytes are to be compared while the engine generates; without ``mode`` its last step is one of several."""
+    if mode is None:
+        step = {"policy_version": version, "compare": True, "resume": False, "patience_s": 0.0}
+        assert (await server.call("/weight_update?pause=wait", json.dumps(step).encode())).status == 200
+        assert server.engine.paused
+    step = {"policy_version": version, "compare": True, "resume": True, "patience_s": patience_s}
+    route = "/weight_update" if mode is None else f"/weight_update?pause={mode}"
+    assert (await server.call(route, json.dumps(step).encode())).status == 200
+    assert not server.engine.paused
+
+
+async def begun(server: Server, route: str = "/generate") -> "asyncio.Task[Answer]":
+    """A request whose tokens have all been made and that is not answered."""
+    task = asyncio.create_task(server.call(route))
+    await asyncio.sleep(0.05)
+    assert not server.engine.requests
+    assert not task.done()
+    return task
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_wait_for_the_comparison(mode, serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 1, mode)
+        held, streamed = await begun(server), await begun(server, "/generate?stream=1")
+        assert (await server.call("/resume?compared=1")).status == 200
+        for answer in (await held, await streamed, await server.call("/generate")):
+            assert answer.check() == "1"
+
+    serve(scenario)
+
+
+def test_a_difference_refuses_them_and_what_comes_later(serve):
+    """Nothing of what wrong bytes made is sent, not even that an answer begins; the next update serves."""
+
+    async def scenario(server: Server) -> None:
+        await update(server, 1)
+        held, streamed = await begun(server), await begun(server, "/generate?stream=1")
+        running = asyncio.create_task(server.call("/generate?tokens=100000"))
+        await asyncio.sleep(0.01)
+        assert (await server.call("/refuse_generation", b'{"reason": "the receipt of policy version 1 failed"}')).status == 200
+        for answer in (await held, await streamed, await running, await server.call("/generate")):
+            assert answer.status == 503
+            assert "the receipt of policy version 1 failed" in answer.body
+        await asyncio.sleep(2 * TOKEN_S)
+        assert not server.engine.requests
+        assert (await server.call("/resume")).status == (await server.call("/resume?compared=1")).status == 409
+        await update(server, 2)
+        held = await begun(server)
+        assert (await server.call("/resume?compared=2")).status == 200
+        assert (await held).check() == "2"
+
+    serve(scenario)
+
+
+def test_a_trainer_that_says_nothing_is_waited_for_so_long_and_no_longer(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 1, patience_s=0.2)
+        held = await begun(server)
+        answer = await asyncio.wait_for(held, 1)
+        assert answer.status == 503
+        assert "did not say in time" in answer.body
+        for _ in range(2):
+            answer = await server.call("/generate")
+            assert answer.status == 503
+            assert "the trainer of policy version 1 has not said that it compared bytes" in answer.body
+        assert (await server.call("/resume")).status == 409
+        assert (await server.call("/resume?compared=1")).status == 200, "late, and still true"
+        assert (await server.call("/generate")).check() == "1"
+
+    serve(scenario)
+
+
+def test_another_update_before_the_word_refuses_them(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 1)
+        held = await begun(server)
+        await update(server, 2)
+        answer = await held
+        assert answer.status == 503
+        assert "policy version 1 is not used: another update came" in answer.body
+        held = await begun(server)
+        assert (await server.call("/resume?compared=2")).status == 200
+        assert (await held).check() == "2"
+        await update(server, 3)
+        held = await begun(server)
+        assert (await server.call("/start_weight_update")).status == 409, "generation runs"
+        # what /pause does; the application here has no routes but generation
+        await server.engine.pause_generation("wait", True)
+        assert (await server.call("/start_weight_update?tokens=0")).status == 200
+        assert (await held).status == 503
+
+    serve(scenario)
+
+
+def test_nobody_else_speaks_for_the_trainer(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 7)
+        held = await begun(server)
+        for route in ("/resume", "/resume?compared=6"):
+            answer = await server.call(route)
+            assert answer.status == 409
+            assert "compared=7" in answer.body
+        answer = await server.call("/sleep?level=1")
+        assert answer.status == 409
+        assert "still compared" in answer.body
+        assert not held.done()
+        assert (await server.call("/resume?compared=7")).status == 200
+        assert (await held).check() == "7"
+
+    serve(scenario)
+
+
+def test_no_answer_is_of_bytes_that_were_not_compared_whatever_the_timing(serve):
+    draw, compared = random.Random(random.getrandbits(64)), {0}
+
+    async def one(server: Server) -> str | None:
+        await asyncio.sleep(draw.random())
+        route = f"/generate?tokenize={draw.random() * 0.05}&tokens={draw.randint(1, 12)}&stream={draw.randint(0, 1)}"
+        answer = await server.call(route.replace("&stream=0", ""))
+        if answer.status != 200 or not answer.body:
+            return None
+        version = answer.check()
+        assert int(version) in compared
+        return version
+
+    async def scenario(server: Server) -> None:
+        requests = [asyncio.create_task(one(server)) for _ in range(120)]
+        for version in range(1, 9):
+            await asyncio.sleep(0.02)
+            await update(server, version, draw.choice(MODES))
+            await asyncio.sleep(0.1 * draw.random())
+            if draw.random() < 0.3:
+                await server.call("/refuse_generation", b'{"reason": "bytes differ"}')
+            else:
+                compared.add(version)
+                assert (await server.call(f"/resume?compared={version}")).status == 200
+        found = [version for version in await asyncio.gather(*requests) if version is not None]
+        assert set(map(int, found)) <= compared
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("result", "goes_on"),
+    [
+        ({"state": {"policy_version": 3, "refusal": ""}}, True),
+        ({"state": {"policy_version": None, "refusal": "torn"}}, False),
+        ({"unprepared": True}, False),
+        ({"disarmed": "cancelled"}, False),
+        ({"error": "a sentence"}, False),
+    ],
+)
+def test_a_core_goes_on_only_when_every_rank_holds_the_whole_update(waits, result, goes_on):
+    whole = {"state": {"policy_version": 3, "refusal": ""}}
+    paused: Future = Future()
+    said: list[str] = []
+    core = SimpleNamespace(
+        pause_scheduler=lambda mode, clear: paused if waits else None,
+        collective_rpc=lambda method, timeout, args: [whole, result],
+        resume_scheduler=lambda: said.append("resumed"),
+    )
+    for resume in (False, True):
+        answer = paused_call(core, "wait", "weight_update", ("{}",), resume)
+        if waits:
+            assert not answer.done()
+            if not resume:
+                continue
+            paused.set_result(None)
+            answer = answer.result()
+        assert answer == [whole, result]
+        assert said == (["resumed"] if resume and goes_on else [])
