@@ -223,58 +223,86 @@ TRAINING_S = 0.05
 """Stands for the optimizer step between an announcement and its sync."""
 
 
+KINDS = ("none", "generation", "answers")
+"""What waits for the receipt: nothing, as there is none; generation; or answers alone (``sync.receipt_before``)."""
+
+
 def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
-    """Updates of the server, in turn without and with a receipt, then the same announced before. Three come first, in which things are
-    prepared."""
+    """Updates of the server without a receipt and with one of each kind, by turns, then the same announced before. Three come first, in
+    which things are prepared. After each one a request for one token is answered."""
     for version in range(3):
         engine.publish(entries, policy_version=version, receipt=True)
+        first_token(engine)
     can_arm = engine.arm(3, receipt=False)
     engine.disarm()
-    kinds = [(armed, receipt) for armed in ((False, True) if can_arm else (False,)) for receipt in (False, True)]
-    reports: dict[tuple[bool, bool], list] = {kind: [] for kind in kinds}
-    whole: dict[tuple[bool, bool], list[float]] = {kind: [] for kind in kinds}
+    kinds = [(armed, kind) for armed in ((False, True) if can_arm else (False,)) for kind in KINDS]
+    syncs: dict[tuple[bool, str], list[Sync]] = {kind: [] for kind in kinds}
     for turn in range(len(kinds) * rounds):
-        armed, receipt = kind = kinds[turn % len(kinds)]
+        armed, kind = kinds[turn % len(kinds)]
+        options = {"receipt": kind != "none", "before": "answers" if kind == "answers" else "generation"}
         if armed:
-            engine.arm(3 + turn, receipt=receipt)
+            engine.arm(3 + turn, **options)
             time.sleep(TRAINING_S)
         started = time.perf_counter()
-        reports[kind].append(engine.publish(entries, policy_version=3 + turn, receipt=receipt))
-        whole[kind].append(time.perf_counter() - started)
-        if reports[kind][-1].armed != armed:
-            raise RuntimeError("a sync that had been announced was not waited for, so that it measures something else")
-    result = sync_figures(reports[False, False], reports[False, True], whole[False, False], whole[False, True])
+        report = engine.publish(entries, policy_version=3 + turn, **options)
+        whole = time.perf_counter() - started
+        first_token(engine)
+        answered = time.perf_counter() - started
+        if report.armed != armed or (kind == "answers") != (report.pending is not None):
+            raise RuntimeError("a sync was not of the kind that was asked for, so that it measures something else")
+        syncs[armed, kind].append((report.settled(), whole, answered))
+    result = sync_figures({kind: syncs[False, kind] for kind in KINDS})
     if can_arm:
-        announced = sync_figures(reports[True, False], reports[True, True], whole[True, False], whole[True, True])
-        result |= {f"armed_{name}": value for name, value in announced.items()}
-        result["armed_sync_with_receipt_seconds"] = spread([r.seconds for r in reports[True, True]])
+        result |= {f"armed_{name}": value for name, value in sync_figures({kind: syncs[True, kind] for kind in KINDS}).items()}
     return result
 
 
-def sync_figures(plain: list, proven: list, whole_plain: list[float], whole_proven: list[float]) -> dict[str, Any]:
-    """Of syncs without and with a receipt: their reports and the wall seconds of the whole call, resumption included.
+Sync = tuple[Any, float, float]
+"""Report, and seconds from the call's begin until it returned, and until the request after it was answered."""
 
-    ``sync_seconds``: from the call until the trainer knows that every engine rank holds every byte, without a receipt.
+
+def first_token(engine: Any) -> None:
+    """One greedy token of a short prompt."""
+    params = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    engine.publisher.client.post("/inference/v1/generate", {"token_ids": [5, 6, 7, 8], "sampling_params": params})
+
+
+def sync_figures(syncs: dict[str, list[Sync]]) -> dict[str, Any]:
+    """Of syncs by what waits for their receipt.
+
+    ``sync_seconds``: from the call until the trainer knows that every engine rank holds every byte, without a receipt. Of a receipt,
+    ``extra_seconds``: by how much the whole call is longer (after which the server generates) than without; ``share_of_sync``: those over
+    ``sync_seconds``; ``compared_seconds``: from the last byte until bytes were compared; ``answer_later_seconds``: by how much the first
+    answer is later.
     """
-    sync = spread([r.seconds for r in plain])
-    extra = statistics.median(whole_proven) - statistics.median(whole_plain)
-    return {
-        "phase_seconds": {phase: spread([r.phases.get(phase, 0.0) for r in proven]) for phase in proven[-1].phases},
-        "phase_seconds_without_receipt": {phase: spread([r.phases.get(phase, 0.0) for r in plain]) for phase in plain[-1].phases},
-        "bytes_copied": proven[-1].num_bytes,
+    plain = syncs["none"]
+    sync, result = spread([r.seconds for r, _, _ in plain]), {}
+    wholes = {kind: spread([whole for _, whole, _ in found]) for kind, found in syncs.items()}
+    answers = {kind: spread([answered for _, _, answered in found]) for kind, found in syncs.items()}
+    for kind in KINDS[1:]:
+        extra = wholes[kind]["median"] - wholes["none"]["median"]
+        result[f"receipt_before_{kind}"] = {
+            "extra_seconds": extra,
+            "share_of_sync": extra / sync["median"],
+            "compared_seconds": spread([r.receipt_seconds for r, _, _ in syncs[kind]]),
+            "answer_later_seconds": answers[kind]["median"] - answers["none"]["median"],
+            "sync_seconds": spread([r.seconds for r, _, _ in syncs[kind]]),
+        }
+    return result | {
+        "phase_seconds": {kind: {p: spread([r.phases.get(p, 0.0) for r, _, _ in s]) for p in s[-1][0].phases} for kind, s in syncs.items()},
+        "bytes_copied": plain[-1][0].num_bytes,
         "sync_seconds": sync,
-        "wire_seconds": spread([r.phases["send: engine copies"] for r in plain]),
-        "publish_seconds": {"without_receipt": spread(whole_plain), "with_receipt": spread(whole_proven)},
-        "receipt_extra_seconds": extra,
-        "receipt_share_of_sync": extra / sync["median"],
-        "receipt_equal": all(r.receipt is not None for r in proven),
+        "wire_seconds": spread([r.phases["send: engine copies"] for r, _, _ in plain]),
+        "publish_seconds": wholes,
+        "first_answer_seconds": answers,
+        "receipt_equal": all(r.receipt is not None for kind in KINDS[1:] for r, _, _ in syncs[kind]),
     }
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """The sync and its bytes on the way over the plain copy that it stands beside: between the GPUs where there are two."""
     copy = result.get("copy_to_the_other_gpu_seconds", result["device_copy_seconds"])["median"]
-    parts = ("sync", "wire", "armed_sync", "armed_wire", "armed_sync_with_receipt")
+    parts = ("sync", "wire", "armed_sync", "armed_wire")
     return {f"{part}_over_copy": result[f"{part}_seconds"]["median"] / copy for part in parts if f"{part}_seconds" in result}
 
 
