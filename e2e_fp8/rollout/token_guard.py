@@ -121,25 +121,29 @@ class TokenGuard:
         self._updating += 1
         self._armed = announced
         try:
-            with self._may_change():
-                calls = self._calls
-                called = (
-                    engine.collective_rpc("weight_update", args=(step,))
-                    if mode is None
-                    else self._paused_call(engine, mode, step, announced=announced)
-                )
-                results = await _while_alive(engine, called)
+            results = await _while_alive(engine, self._step(engine, mode, step, announced=announced, before=before))
         except Exception as error:
             # the workers' own, or the end of the engine
-            results = error
+            await _refuse(scope, send, 500, str(error))
+            return
+        await _answer(send, 200, {"results": results})
+
+    async def _step(self, engine: Any, mode: str | None, step: str, *, announced: bool, before: int | None) -> list[dict[str, Any]]:
+        """What every worker answers to a step that has been counted; over for the guard when the answer is here.
+
+        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next.
+        """
+        try:
+            with self._may_change():
+                calls = self._calls
+                if mode is None:
+                    results = await engine.collective_rpc("weight_update", args=(step,))
+                else:
+                    results = await self._paused_call(engine, mode, step, announced=announced)
         finally:
-            # before the answer, which its client may be slow to take
             self._updating -= 1
             if announced:
                 self._armed = False
-        if isinstance(results, Exception):
-            await _refuse(scope, send, 500, str(results))
-            return
         if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
@@ -147,7 +151,7 @@ class TokenGuard:
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
-        await _answer(send, 200, {"results": results})
+        return results
 
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
@@ -277,6 +281,7 @@ async def _while_alive(engine: Any, call: Awaitable[Any]) -> Any:
     while not (await asyncio.wait({task}, timeout=_ALIVE_S))[0]:
         if engine.errored:
             task.cancel()
+            await asyncio.wait({task})
             raise RuntimeError("The engine died during a weight update: start the server again.")
     return task.result()
 
