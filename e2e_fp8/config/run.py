@@ -35,8 +35,8 @@ class SyncConfig(Section):
     receipt: bool = Field(default=True, description="Compare digests of what trainer and engine hold after every sync (docs/receipt.md).")
     receipt_before: Literal["generation", "answers"] = Field(
         default="answers",
-        description="What waits for the receipt. answers: a server generates as soon as the bytes are there, and no answer leaves it before "
-        "they were compared (ipc, nccl and disk; the first sync, ranks and an engine in the trainer's process compare before "
+        description="What waits for the receipt. answers: a server generates as soon as the bytes are there, and no answer leaves it "
+        "before they were compared (ipc, nccl and disk; the first sync, ranks and an engine in the trainer's process compare before "
         "generation). generation: it generates after the comparison.",
     )
 

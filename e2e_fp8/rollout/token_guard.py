@@ -8,12 +8,11 @@ all that a settled sync needs besides ``/resume``, and ``POST /refuse_generation
 
 import asyncio
 import hmac
-import json
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qs
 
+from e2e_fp8.rollout.asgi import answer_request, body_of, fields_of, query_of, refuse_request, version_to_compare
 from e2e_fp8.rollout.comparison import Comparison
 from e2e_fp8.rollout.in_flight import PAUSED, App, InFlight, Receive, Scope, Send
 from e2e_fp8.rollout.paused_call import METHOD, is_whole
@@ -76,16 +75,16 @@ class TokenGuard:
             return
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
         if not hmac.compare_digest(given, self._expected):
-            await _refuse(scope, send, 401, "This route needs the header 'Authorization: Bearer TOKEN' with the server's token.")
+            await refuse_request(scope, send, 401, "This route needs the header 'Authorization: Bearer TOKEN' with the server's token.")
             return
         refusal = await self._refusal(scope)
         if refusal is not None:
-            await _refuse(scope, send, *refusal)
+            await refuse_request(scope, send, *refusal)
         elif self._generates(scope):
             # nothing was awaited since the state was looked at
             version = None if self._state is None else self._state["policy_version"]
             if reason := await self._in_flight.run(self._app, scope, receive, send, version, self._comparison):
-                await _refuse(scope, send, 503, f"Generation refused: {reason}.")
+                await refuse_request(scope, send, 503, f"Generation refused: {reason}.")
         elif (scope["method"], scope["path"]) == ("POST", UPDATE_ROUTE):
             await self._update(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("POST", REFUSE_ROUTE):
@@ -111,47 +110,56 @@ class TokenGuard:
     async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
         is that of ``/collective_rpc``."""
-        engine, mode = scope["app"].state.engine_client, _query(scope).get("pause")
-        step = await _body(receive)
+        engine, mode = scope["app"].state.engine_client, query_of(scope).get("pause")
+        step = await body_of(receive)
         if step is None:
             return
-        fields = _fields(step)
+        fields = fields_of(step)
         # the workers are going to wait for the trainer's word
         announced = bool(fields.get("flags"))
         if self._armed or (announced and self._updating):
             # it began while this body was read, or the workers are needed for its next step
-            await _refuse(scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before.")
+            await refuse_request(
+                scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before."
+            )
             return
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
-        before, self._uncompared = self._uncompared, _to_compare(fields)
+        before, self._uncompared = self._uncompared, version_to_compare(fields)
         self._updating += 1
         self._armed = announced
         try:
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, before=before))
+        except Exception as error:
+            # the workers' own, or the end of the engine
+            await refuse_request(scope, send, 500, str(error))
+            return
+        await answer_request(send, 200, {"results": results})
+
+    async def _step(
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], *, before: int | None
+    ) -> list[dict[str, Any]]:
+        """What every worker answers to a step that has been counted; over for the guard when the answer is here.
+
+        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next.
+        """
+        announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
+        try:
             with self._may_change():
                 calls = self._calls
-                called = (
-                    engine.collective_rpc("weight_update", args=(step,))
-                    if mode is None
-                    else self._paused_call(engine, mode, step, announced=announced, resume=bool(fields.get("resume")))
-                )
-                results = await _while_alive(engine, called)
-                if fields.get("resume") and all(map(is_whole, results)):
+                if mode is None:
+                    results = await engine.collective_rpc("weight_update", args=(step,))
+                else:
+                    results = await self._paused_call(engine, mode, step, announced=announced, resume=resume)
+                if resume and all(map(is_whole, results)):
                     if mode is None:
                         # with a pause the core has done that
                         await engine.resume_generation()
                     self._go_on(fields, _merged([result["state"] for result in results]) if calls == self._calls else None)
-        except Exception as error:
-            # the workers' own, or the end of the engine
-            results = error
         finally:
-            # before the answer, which its client may be slow to take
             self._updating -= 1
             if announced:
                 self._armed = False
-        if isinstance(results, Exception):
-            await _refuse(scope, send, 500, str(results))
-            return
         if any(result.get("unprepared") or result.get("disarmed") for result in results):
             # nothing was written
             self._uncompared = before
@@ -159,7 +167,7 @@ class TokenGuard:
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
-        await _answer(send, 200, {"results": results})
+        return results
 
     def _go_on(self, fields: Mapping[str, Any], state: dict[str, Any] | None) -> None:
         """Admit requests again, ``state`` being that of the new weights if it is known; where bytes are still to be compared, no answer
@@ -179,27 +187,27 @@ class TokenGuard:
 
     async def _refuse_from_now(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``refuse_generation`` of every worker with the ``reason`` of the body; answers that wait for a comparison are refused too."""
-        body = await _body(receive)
+        body = await body_of(receive)
         if body is None:
             return
-        reason = str(_fields(body).get("reason", "a trainer asked for that"))
+        reason = str(fields_of(body).get("reason", "a trainer asked for that"))
         self._end_comparison(reason)
         try:
             with self._may_change():
                 await scope["app"].state.engine_client.collective_rpc("refuse_generation", args=(reason,))
         except Exception as error:
-            await _refuse(scope, send, 500, str(error))
+            await refuse_request(scope, send, 500, str(error))
             return
         if not self._updating:
             self._state = None
-        await _answer(send, 200, {})
+        await answer_request(send, 200, {})
 
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
         if self._comparison is not None:
             self._uncompared = None
             self._end_comparison()
-            await _answer(send, 200, {"status": "compared"})
+            await answer_request(send, 200, {"status": "compared"})
             return
         before, self._uncompared = self._uncompared, None
         try:
@@ -207,9 +215,9 @@ class TokenGuard:
         except Exception as error:
             # an update that has begun meanwhile has a mark of its own
             self._uncompared = before if self._uncompared is None else self._uncompared
-            await _refuse(scope, send, 500, f"Failed to resume generation: {error}")
+            await refuse_request(scope, send, 500, f"Failed to resume generation: {error}")
             return
-        await _answer(send, 200, {"status": "resumed"})
+        await answer_request(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool, resume: bool) -> list[dict[str, Any]]:
         """From the pause on the weights count as torn. Requests that were admitted before it end first, under their own version.
@@ -252,7 +260,7 @@ class TokenGuard:
             return 503, "The guard works with one front-end process: start the server without --api-server-count."
         if (getattr(arguments, "data_parallel_size", None) or 1) > 1:
             return 503, "The guard sees the weights of one engine: start a server for each, without --data-parallel-size."
-        path, query = scope["path"], _query(scope)
+        path, query = scope["path"], query_of(scope)
         if scope["type"] == "websocket":
             return 503, "WebSockets are not served: a session would outlive its policy version."
         if self._generates(scope) and path.startswith(_EARLY_ROUTE):
@@ -340,54 +348,6 @@ async def _while_alive(engine: Any, call: Awaitable[Any]) -> Any:
     while not (await asyncio.wait({task}, timeout=_ALIVE_S))[0]:
         if engine.errored:
             task.cancel()
+            await asyncio.wait({task})
             raise RuntimeError("The engine died during a weight update: start the server again.")
     return task.result()
-
-
-def _query(scope: Scope) -> dict[str, str]:
-    """First value of each parameter of the query."""
-    return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True).items()}
-
-
-def _fields(step: str) -> dict[str, Any]:
-    """Of an ``UpdateStep``; empty where it is none, which the workers, who read it whole, refuse."""
-    try:
-        fields = json.loads(step)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def _to_compare(fields: Mapping[str, Any]) -> int | None:
-    """The policy version of an ``UpdateStep`` whose trainer is going to compare bytes before generation may resume."""
-    try:
-        return int(fields["policy_version"]) if fields["compare"] else None
-    except (ValueError, KeyError, TypeError):
-        # refused by the workers
-        return None
-
-
-async def _body(receive: Receive) -> str | None:
-    """The body of the request; None when the client went away before it had sent all of it."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts).decode(errors="replace")
-
-
-async def _refuse(scope: Scope, send: Send, status: int, sentence: str) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": sentence})
-        return
-    await _answer(send, status, {"error": {"message": sentence, "type": "e2e_fp8", "code": status}})
-
-
-async def _answer(send: Send, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,5 +1,8 @@
 """Weights from one process into a real vLLM server in others, over every transport, with either side killed on the way."""
 
+import json
+import os
+import signal
 import socket
 import sys
 import time
@@ -11,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration import armed_cases, compared_cases
 from integration.server_cases import Served, assert_live, case_config, exported, generate, own_shares, random_weights, shares_publisher
-from integration.torn_cases import check_trainer_killed, kill_server
+from integration.torn_cases import await_torn, check_trainer_killed, kill, kill_server
 
 from e2e_fp8.errors import ByteMismatchError, EngineError, LayoutError
 from e2e_fp8.rollout.agreement import check_agreement
@@ -267,6 +270,32 @@ def test_half_a_request_pauses_nothing(served):
 def test_trainer_killed_leaves_the_old_version_or_a_refusal_until_the_retry(served, transport, phase):
     """The rest of the phases: test_torn_syncs.py."""
     check_trainer_killed(served, transport, phase, 40)
+
+
+def test_an_update_is_over_before_what_the_engine_answers_next(served):
+    """The front end stands still until the engine has answered both, and ``/resume`` follows the second on its connection at once."""
+    served.publish("nccl", FIRST, 50)
+    trainer = served.start_trainer("nccl", 12, 51)
+    await_torn(served)
+    host, port = served.process.url.removeprefix("http://").split(":")
+    body = json.dumps({"method": "weight_state"})
+    lines = [f"Host: {host}", f"Authorization: Bearer {served.process.token}", "Content-Type: application/json"]
+    ask = ["POST /collective_rpc HTTP/1.1", *lines, f"Content-Length: {len(body)}", "", body]
+    resume = ["POST /resume HTTP/1.1", *lines, "Connection: close", "Content-Length: 2", "", "{}"]
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(("\r\n".join(ask) + "\r\n".join(resume)).encode())
+        # the engine has the question; too early a stop would only put off both
+        time.sleep(0.5)
+        os.kill(served.process.pid, signal.SIGSTOP)
+        try:
+            kill(served, trainer)
+            time.sleep(2)
+        finally:
+            os.kill(served.process.pid, signal.SIGCONT)
+        answers = connection.makefile().read()
+    assert answers.count("the update to policy version 51 began and has not finished") == 2, answers
+    assert "Cannot resume: the update" in answers
+    served.publish("ipc", FIRST, 52)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The guard in front of a small engine that really interleaves: every answer is of one policy version and says which."""
 
 import asyncio
+import json
 import random
 
 import pytest
-from guarded_server import Server, serve
+from guarded_server import Answer, Server, serve
 
 __all__ = ["serve"]
 
@@ -84,6 +85,53 @@ def test_an_engine_that_dies_under_an_update_ends_it(serve):
         answer = await asyncio.wait_for(update, 3)
         assert answer.status == 500
         assert "The engine died during a weight update" in answer.body
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("flags", ["", "announced"])
+@pytest.mark.parametrize(
+    ("results", "refusal", "resumed"),
+    [
+        (
+            RuntimeError("a message was cut off"),
+            "the update began and has not finished",
+            "Cannot resume: the update began and has not finished.",
+        ),
+        ([{"unprepared": True}], "", "resumed"),
+        ([{"state": {"policy_version": 1, "refusal": ""}}], "", "the trainer of policy version 1 has not said that it compared bytes"),
+    ],
+    ids=["fails", "unprepared", "finishes"],
+)
+def test_an_update_is_over_before_anything_that_the_engine_answers_after_it(results, refusal, resumed, flags, serve):
+    """A busy front end finds both answers at once, the later one's client is quick, and the trainer is slow to take its own."""
+
+    async def scenario(server: Server) -> None:
+        engine, step = server.engine, {"policy_version": 1, "compare": True, "flags": flags}
+        update_ended, state_told = (asyncio.get_running_loop().create_future() for _ in range(2))
+        engine.call_utility_async = lambda *_: update_ended  # type: ignore[method-assign]
+        update = asyncio.create_task(server.call("/weight_update?pause=wait", json.dumps(step).encode(), read_s=0.2))
+
+        async def quick() -> Answer:
+            await state_told
+            return await server.call("/resume")
+
+        asked = asyncio.create_task(quick())
+        await asyncio.sleep(0.05)
+        early = await server.call("/resume")
+        assert early.status == 409
+        assert ("A trainer has announced a weight update" if flags else "a weight update is under way") in early.body
+        engine.refusal = refusal
+        if isinstance(results, Exception):
+            update_ended.set_exception(results)
+        else:
+            update_ended.set_result(results)
+        state_told.set_result(None)
+        answer = await asked
+        assert resumed in answer.body
+        assert answer.status == (200 if resumed == "resumed" else 409)
+        assert not update.done()
+        assert (await update).status == (500 if isinstance(results, Exception) else 200)
 
     serve(scenario)
 
