@@ -253,7 +253,8 @@ _COST = {
     **_prefixed("sync", {**_table("bytes", bytes="Bytes delivered to the engine"), **_table("s", seconds="Time of the delivery")}),
     **_prefixed("sync", _table("", armed="1 when the server waited for it (sync.arm): its time is that of the copies")),
     **_prefixed("receipt", _table("", passed="1 when the engine's bytes equal the trainer's", tensors="Tensors compared")),
-    **_prefixed("receipt", _table("fraction", share_of_sync="Time of the receipt over the time of the delivery")),
+    **_prefixed("receipt", _table("fraction", share_of_sync="Time that the receipt was waited for over the time of the delivery")),
+    **_prefixed("receipt", _table("s", seconds="From the delivery until bytes were compared, waited for or not")),
     **_prefixed("receipt", _table("GB/s", gb_per_s="Bytes of both sides over the time of the receipt")),
 }
 _MEMORY = _prefixed(

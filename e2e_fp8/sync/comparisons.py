@@ -58,21 +58,29 @@ class Comparisons:
             torch.cuda.current_stream(self._device).wait_stream(self._reading)
 
     def proof(
-        self, tensors: Tensors, own: np.ndarray | None, answers: Sequence[Mapping[str, Any]], *, policy_version: int, kept: bool
+        self,
+        tensors: Tensors,
+        own: np.ndarray | None,
+        answers: Sequence[Mapping[str, Any]],
+        *,
+        policy_version: int,
+        kept: bool,
+        beside: bool = False,
     ) -> Manifest:
         """The trainer's manifest, if every rank's answer (``table``, ``seal``) is what its ``own`` digests make of it.
 
-        The first time, and where something differs, whose name is wanted, all digests of every rank are asked for.
+        The first time, and where something differs, whose name is wanted, all digests of every rank are asked for; ``beside`` other
+        calls to the server, which may wait for this.
 
         Raises:
             ByteMismatchError: the server refuses to generate from then on.
             EngineError: the server is gone.
         """
         agreed = None if own is None or self._receipts is None else self._receipts.agreed(own, answers)
-        return agreed or self._compared(tensors, policy_version=policy_version, kept=kept)
+        return agreed or self._compared(tensors, policy_version=policy_version, kept=kept, beside=beside)
 
-    def _compared(self, tensors: Tensors, *, policy_version: int, kept: bool) -> Manifest:
-        answers = self._control.client.collective("receipt", json.dumps(sorted(self._tables)))
+    def _compared(self, tensors: Tensors, *, policy_version: int, kept: bool, beside: bool) -> Manifest:
+        answers = self._control.caller(beside=beside).collective("receipt", json.dumps(sorted(self._tables)))
         for answer in answers:
             if "parts" in answer:
                 table = PartTable.from_json(answer["parts"])
@@ -85,5 +93,5 @@ class Comparisons:
         try:
             return self._receipts.check(tensors, expected, ranks, policy_version=policy_version)
         except ByteMismatchError:
-            self._control.refuse(f"the receipt of policy version {policy_version} failed")
+            self._control.refuse(f"the receipt of policy version {policy_version} failed", beside=beside)
             raise

@@ -23,7 +23,7 @@ class UpdateControl:
         """Raises EngineError when the server is not there."""
         self.client = ServerClient(url, token, timeout_s=timeout_s)
         self.waiting_client = ServerClient(url, token, timeout_s=timeout_s)
-        """A connection of its own, for calls that take as long as the trainer makes them wait."""
+        """A connection of its own, for what goes on beside other calls: one that waits for the trainer, a comparison for which they wait."""
         self.workers = self.client.collective("describe_worker")
         """What each engine rank says of itself; see ``WorkerExtension.describe_worker``."""
         self._prepared, self._channel = "", ""
@@ -76,13 +76,17 @@ class UpdateControl:
         where = {"layout": manifest.layout_digest, "policy_version": manifest.policy_version, "channel": self._channel}
         return UpdateStep(**where, update=update, **fields)
 
-    def refuse(self, reason: str) -> None:
-        """Mark the weights as unusable until the next finished update."""
-        self.client.post(REFUSE_ROUTE, {"reason": reason})
+    def refuse(self, reason: str, *, beside: bool = False) -> None:
+        """Mark the weights as unusable until the next finished update; ``beside`` other calls, which may wait for this one."""
+        self.caller(beside=beside).post(REFUSE_ROUTE, {"reason": reason})
 
-    def resume(self, compared: int | None = None) -> None:
+    def resume(self, compared: int | None = None, *, beside: bool = False) -> None:
         """Let generation go on, or answers that wait for that; ``compared``: the policy version whose bytes the engine is known to hold."""
-        self.client.post("/resume" if compared is None else f"/resume?compared={compared}")
+        self.caller(beside=beside).post("/resume" if compared is None else f"/resume?compared={compared}")
+
+    def caller(self, *, beside: bool) -> ServerClient:
+        """The connection for a call; ``beside`` others, which may wait for it."""
+        return self.waiting_client if beside else self.client
 
     def forget(self) -> None:
         """The other end may be gone or in an unknown state: the next update prepares again."""

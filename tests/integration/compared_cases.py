@@ -85,12 +85,18 @@ def check_answers_wait(served: Served, transport: str, version: int, monkeypatch
         assert settled.receipt is not None
         fp8 = {name: digest for name, digest in manifest_of(trainer.entries).digests.items() if name in settled.receipt.digests}
         assert settled.receipt.digests == fp8
+        assert settled.waited_seconds is not None
         assert settled.receipt_seconds >= settled.waited_seconds
         said = request.result()
         assert said[0] == str(version + turn), said
         tokens.append(said[1])
         trainer.publisher.settle()
         monkeypatch.undo()
+        trainer.write(SEEDS[0])
+        trainer.publish(version + turn, before="answers")
+        assert generate(trainer.publisher.client), "a request over the trainer's own connection waits for the comparison, not it for that"
+        trainer.write(seed)
+        trainer.publish(version + turn)
         assert_held(served, version + turn, new)
     assert tokens[0] == tokens[2] != tokens[1]
     report = trainer.publish(version + 3, receipt=False)
@@ -104,11 +110,13 @@ def check_difference(served: Served, transport: str, version: int, monkeypatch: 
     """A byte that is another one in the engine: named, nothing that it made is answered, and the next update passes."""
     trainer, name = Trainer(served, transport, version), "model.layers.1.self_attn.o_proj.weight"
     comparisons, go = trainer.publisher._comparisons, held_back(trainer, monkeypatch)
-    start = comparisons.start
+    start, receipts = comparisons.start, comparisons._receipts
+    assert receipts is not None
+    place = receipts._table.names.index(name)
 
     def changed_meanwhile(*args, **options):
         found = start(*args, **options)()
-        found[comparisons._receipts._table.names.index(name)] ^= 1
+        found[place] ^= 1
         return lambda: found
 
     trainer.write(12)
