@@ -23,7 +23,7 @@ class UpdateControl:
         """Raises EngineError when the server is not there."""
         self.client = ServerClient(url, token, timeout_s=timeout_s)
         self.waiting_client = ServerClient(url, token, timeout_s=timeout_s)
-        """A connection of its own, for what goes on beside other calls: one that waits for the trainer, a comparison for which they wait."""
+        """A connection of its own, for what goes on beside other calls, and may be what they wait for."""
         self.workers = self.client.collective("describe_worker")
         """What each engine rank says of itself; see ``WorkerExtension.describe_worker``."""
         self._prepared, self._channel = "", ""
