@@ -220,7 +220,20 @@ def local_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
 
 
 TRAINING_S = 0.05
-"""Stands for the optimizer step between an announcement and its sync."""
+"""Stands for the training between an announcement and its sync."""
+
+
+def train(device: Any) -> None:
+    """Keep the trainer's device busy, as training does: one that was idle copies and sends slower at first."""
+    import torch
+
+    matrix = torch.ones(4096 if device.type == "cuda" else 256, 256, device=device)
+    until = time.perf_counter() + TRAINING_S
+    while time.perf_counter() < until:
+        for _ in range(16):
+            torch.mm(matrix, matrix.T)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 KINDS = ("none", "generation", "answers")
@@ -229,7 +242,7 @@ KINDS = ("none", "generation", "answers")
 
 def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
     """Updates of the server without a receipt and with one of each kind, by turns, then the same announced before. Three come first, in
-    which things are prepared. After each one a request for one token is answered."""
+    which things are prepared. Before each one the trainer's device works, and after it a request for one token is answered."""
     for version in range(3):
         engine.publish(entries, policy_version=version, receipt=True)
         first_token(engine)
@@ -242,7 +255,7 @@ def remote_syncs(engine: Any, entries: tuple, rounds: int) -> dict[str, Any]:
         options = {"receipt": kind != "none", "before": "answers" if kind == "answers" else "generation"}
         if armed:
             engine.arm(3 + turn, **options)
-            time.sleep(TRAINING_S)
+        train(entries[0].tensor.device)
         started = time.perf_counter()
         report = engine.publish(entries, policy_version=3 + turn, **options)
         whole = time.perf_counter() - started

@@ -1,11 +1,10 @@
 """What one finished update was, and where its seconds went."""
 
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from e2e_fp8.errors import ConfigError
-from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.receipt import Manifest
 
 
@@ -46,14 +45,14 @@ class Wish:
 class PendingReceipt:
     """A comparison under way in another thread."""
 
-    def __init__(self, compare: Callable[[], tuple[Manifest, float]]) -> None:
-        """``compare``: the receipt, and the seconds until it was there."""
-        self._future = in_background(compare)
+    def __init__(self, future: "Future[tuple[Manifest, float]]") -> None:
+        """``future``: the receipt, and the seconds until it was there."""
+        self._future = future
         self.was_told = False
         """Whether somebody has been told that it failed."""
 
     def result(self) -> tuple[Manifest, float]:
-        """What ``compare`` returns; waits for it. Its errors."""
+        """What the future gives; waits for it. Its errors."""
         try:
             return self._future.result()
         except BaseException:

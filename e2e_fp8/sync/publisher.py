@@ -17,6 +17,7 @@ import torch
 
 from e2e_fp8.errors import ConfigError, EngineError, UserError
 from e2e_fp8.sync.announcer import ArmedUpdate, UpdateAnnouncer
+from e2e_fp8.sync.background import Background
 from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
 from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, WriteFolder
@@ -96,6 +97,8 @@ class WeightPublisher:
         self.not_armed = ""
         """Why the last :meth:`arm` did nothing."""
         self._comparisons = Comparisons(self.control, device)
+        self._background: Background | None = None
+        """Compares while the server generates."""
         self._pending: PendingReceipt | None = None
         """Of the last update, if its bytes were compared while the server generated."""
 
@@ -317,10 +320,10 @@ class WeightPublisher:
         return answers, own or self._own_digests(tensors, wish, sent=True)
 
     def _own_digests(self, tensors: Mapping[str, torch.Tensor], wish: Wish, *, sent: bool) -> Callable[[], np.ndarray] | None:
-        """Start reading the trainer's own bytes for a receipt, if this is the time: while bytes are under way, but for an update that
-        reads the same GPU's memory and does not wait for the receipt."""
-        after = wish.meanwhile and self._transport == "ipc"
-        return self._comparisons.start(tensors, kept=self._named.keeps(tensors)) if wish.sealed and after == sent else None
+        """Start reading the trainer's own bytes for a receipt, if this is the time: while bytes are under way, or after that where
+        nothing but answers waits for it."""
+        due = wish.sealed and wish.meanwhile == sent
+        return self._comparisons.start(tensors, kept=self._named.keeps(tensors)) if due else None
 
     def _compare_meanwhile(self, tensors: Mapping[str, torch.Tensor], policy_version: int, own: Callable[[], np.ndarray]) -> PendingReceipt:
         """Compare in another thread, and have the server's answers go once that is done."""
@@ -334,9 +337,9 @@ class WeightPublisher:
             self.control.resume(policy_version, beside=True)
             return proof, time.perf_counter() - delivered
 
-        pending = PendingReceipt(compare)
         self._comparisons.hold_writes(own)
-        return pending
+        self._background = self._background or Background()
+        return PendingReceipt(self._background.submit(compare))
 
     def settle(self) -> None:
         """Wait for the comparison that the last :meth:`publish` left under way, if it did (``before="answers"``).
@@ -381,6 +384,9 @@ class WeightPublisher:
             # Memory that the engine has open is not free for the trainer.
             self.control.close_channel()
         self._forget()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         self._named, self._planned_last = NamedTensors(), None
         self._comparisons.forget()
         self.client.close()
