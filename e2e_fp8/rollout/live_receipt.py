@@ -38,15 +38,14 @@ class LiveReceipt:
         """Waits for digests of all live bytes that are being read."""
         self._beside: torch.cuda.Stream | None = None
         self._is_due = False
-        """Whether digests of all live bytes are going to be asked for, and where these are is still to be looked up."""
-        self._due: DigestPlan | None = None
+        """Whether digests of all live bytes are going to be asked for once one more message is written."""
 
     def begin(self, manifest: UpdateManifest | None) -> None:
         """An update begins; of ``manifest`` if all its buckets come in one call, whose digests :meth:`sealed` is going to ask for: each
         bucket is then read while the next ones are on their way."""
         # what they read is about to be written
         self._drain()
-        self._arrived, self._due = {}, None
+        self._arrived = {}
         self._is_arriving = self._in_place and manifest is not None and len(manifest.buckets) > 1
         self._is_due = self._in_place and manifest is not None and not self._is_arriving
         if manifest is None or not self._is_arriving:
@@ -64,8 +63,9 @@ class LiveReceipt:
             assert self._arriving is not None
             self._arriving.written(bucket)
         if self._is_due:
-            # a millisecond, in which a GPU copies what it has been given
-            self._due, self._is_due = self._current_plan(), False
+            # It takes the CPU a millisecond, in which the GPU copies what it has been given.
+            self._is_due = False
+            self.begin_reading()
         if not self._in_place:
             chosen = {name: tensor for name, tensor in tensors.items() if name not in self._readable}
             parts = [Part(name=name, start=(0,) * tensor.dim(), shape=tuple(tensor.shape)) for name, tensor in chosen.items()]
@@ -78,10 +78,11 @@ class LiveReceipt:
         return answer if self._table.digest in known else {**answer, "parts": self._table.to_json()}
 
     def begin_reading(self) -> None:
-        """Begin to read the live bytes as the current stream leaves them, beside what follows; on a CPU :meth:`sealed` reads them."""
-        if self._is_arriving or not self._in_place:
+        """Begin to read the live bytes as the current stream leaves them, beside what follows, unless that was begun already; on a CPU
+        :meth:`sealed` reads them."""
+        if self._is_arriving or not self._in_place or self._begun is not None:
             return
-        plan, self._due = self._due or self._current_plan(), None
+        plan = self._current_plan()
         device = self._live[0].device
         self._beside = self._beside or torch.cuda.Stream(device)
         self._beside.wait_stream(torch.cuda.current_stream(device))
@@ -95,8 +96,6 @@ class LiveReceipt:
         elif self._is_arriving:
             assert self._arriving is not None
             digests, self._is_arriving = self._arriving.collect(), False
-        elif self._due is not None:
-            digests, self._due = self._due.run(), None
         else:
             digests = self._read()
         return {"seal": seal(self._with_arrivals(digests)), "table": self._table.digest}

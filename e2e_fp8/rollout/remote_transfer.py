@@ -187,6 +187,12 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self.refusal = f"the update to policy version {version} began and has not finished: its trainer must publish again"
         self._loader.start()
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's, but only what writes weights is waited for, not digests that are read of them."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def receive_weights(self, update_info: RemoteUpdateInfo) -> None:
         manifest = self._manifest
         if manifest is None or self._receiver is None or update_info.manifest != manifest.digest:

@@ -182,8 +182,8 @@ def _json(value: object) -> bytes:
 
 
 def bucket_bytes(bucket: Sequence[TensorSpec]) -> int:
-    """Bytes that ``bucket`` takes, alignment included."""
-    return max((spec.offset + spec.num_bytes for spec in bucket), default=0)
+    """Bytes that ``bucket`` takes, alignment included; its tensors are in the order of their offsets (:meth:`UpdateManifest.check`)."""
+    return bucket[-1].offset + bucket[-1].num_bytes if bucket else 0
 
 
 def plan_update(
