@@ -129,6 +129,25 @@ def test_scales_of_experts_are_packed_in_one_copy_whatever_order_they_come_in():
     assert all(torch.equal(view, dict(tensors)[spec.name]) for spec, view in zip(bucket, views(bucket, buffer), strict=True))
 
 
+def test_packed_buckets_come_between_those_that_leave_as_they_lie():
+    """Packing starts thousands of copies, which takes the CPU milliseconds: the wire has something to do before, and after."""
+    tensors = [(f"layer.{index}.big", torch.rand(64, 64)) for index in range(6)]
+    tensors += [(f"layer.{index}.small", torch.rand(8, 9)[:, :8]) for index in range(40)]
+    manifest = plan_update(tensors, policy_version=0, max_bytes=1 << 12, alone_bytes=1 << 12)
+    kinds = ["big" if all(spec.name.endswith("big") for spec in bucket) else "small" for bucket in manifest.buckets]
+    assert kinds == ["big"] * 3 + ["small"] * kinds.count("small") + ["big"] * 3
+    assert kinds.count("small") > 1
+    assert {spec.name for spec in manifest.specs()} == {name for name, _ in tensors}
+
+
+def test_a_bucket_is_as_large_as_its_last_tensor_reaches():
+    tensors = [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate((1, 0, 17, 300, 5, 0))]
+    manifest = plan_update(tensors, policy_version=0, max_bytes=64)
+    for bucket in manifest.buckets:
+        assert bucket_bytes(bucket) == max(spec.offset + spec.num_bytes for spec in bucket)
+    assert bucket_bytes(()) == 0
+
+
 def test_a_step_comes_back_as_it_was_sent_and_an_announced_one_is_whole():
     step = UpdateStep(layout="l", policy_version=3, channel="c", begin=True, update={"buckets": [0]}, finish=True)
     announced = replace(step, flags="f", turn=7, patience_s=60)
@@ -137,6 +156,8 @@ def test_a_step_comes_back_as_it_was_sent_and_an_announced_one_is_whole():
     for part in (replace(announced, begin=False), replace(announced, finish=False)):
         with pytest.raises(EngineError, match="An announced update is one step"):
             UpdateStep.from_json(json.dumps(part.to_dict()))
+    with pytest.raises(EngineError, match="Generation cannot go on in a step that does not finish its update"):
+        UpdateStep.from_json(json.dumps(replace(step, finish=False, resume=True).to_dict()))
     for patience_s in (-1.0, float("inf"), float("nan")):
         with pytest.raises(EngineError, match="would wait"):
             UpdateStep.from_json(json.dumps(replace(announced, patience_s=patience_s).to_dict()))
