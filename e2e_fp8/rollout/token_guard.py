@@ -63,8 +63,10 @@ class TokenGuard:
         """Steps of updates under way."""
         self._armed = False
         """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
-        self._uncompared: int | None = None
-        """Policy version that is written, and whose trainer has not said yet that it holds its bytes."""
+        self._turn = 0
+        """Of the last step of an update that came."""
+        self._uncompared: set[int] = set()
+        """Policy versions that may be written, and whose trainers have not said yet that the engine holds their bytes."""
         self._comparison: Comparison | None = None
         """Of that version, while the engine already generates from it."""
         self._in_flight = InFlight()
@@ -125,11 +127,15 @@ class TokenGuard:
             return
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
-        before, self._uncompared = self._uncompared, version_to_compare(fields)
+        version = version_to_compare(fields)
+        is_new = version not in self._uncompared
+        if version is not None:
+            self._uncompared.add(version)
+        self._turn += 1
         self._updating += 1
         self._armed = announced
         try:
-            results = await _while_alive(engine, self._step(engine, mode, step, fields, before=before))
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, turn=self._turn, is_new=is_new))
         except Exception as error:
             # the workers' own, or the end of the engine
             await refuse_request(scope, send, 500, str(error))
@@ -137,11 +143,12 @@ class TokenGuard:
         await answer_request(send, 200, {"results": results})
 
     async def _step(
-        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], *, before: int | None
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], *, turn: int, is_new: bool
     ) -> list[dict[str, Any]]:
         """What every worker answers to a step that has been counted; over for the guard when the answer is here.
 
-        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next.
+        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``is_new``: its
+        version was not among those that are to be compared.
         """
         announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
         try:
@@ -152,28 +159,38 @@ class TokenGuard:
                 else:
                     results = await self._paused_call(engine, mode, step, announced=announced, resume=resume)
                 if resume and all(map(is_whole, results)):
-                    if mode is None:
+                    if mode is None and turn == self._turn:
                         # with a pause the core has done that
                         await engine.resume_generation()
-                    self._go_on(fields, _merged([result["state"] for result in results]) if calls == self._calls else None)
+                    if turn == self._turn:
+                        # of another step that came since, all this is to say
+                        self._go_on(fields, _merged([result["state"] for result in results]) if calls == self._calls else None)
         finally:
             self._updating -= 1
             if announced:
                 self._armed = False
-        if any(result.get("unprepared") or result.get("disarmed") for result in results):
-            # nothing was written
-            self._uncompared = before
+        if turn == self._turn:
+            self._note_written(version_to_compare(fields), results, is_new=is_new)
         states = [result["state"] for result in results if "state" in result]
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
         return results
 
+    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, is_new: bool) -> None:
+        """What is left to compare after the last step that came: of whole weights themselves, otherwise also of those before."""
+        if all(map(is_whole, results)):
+            self._uncompared = set() if version is None else self._uncompared & {version}
+        elif is_new and all(result.get("unprepared") or result.get("disarmed") for result in results):
+            # nothing was written
+            self._uncompared -= {version}
+
     def _go_on(self, fields: Mapping[str, Any], state: dict[str, Any] | None) -> None:
         """Admit requests again, ``state`` being that of the new weights if it is known; where bytes are still to be compared, no answer
         leaves before that."""
-        if self._uncompared is not None:
-            self._comparison = Comparison(self._uncompared, float(fields["patience_s"]), self._too_late)
+        version = version_to_compare(fields)
+        if version is not None:
+            self._comparison = Comparison(version, float(fields.get("patience_s", 0.0)), self._too_late)
         self._state = state
 
     def _too_late(self) -> None:
@@ -205,18 +222,20 @@ class TokenGuard:
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
         if self._comparison is not None:
-            self._uncompared = None
+            self._uncompared.discard(self._comparison.policy_version)
             self._end_comparison()
             await answer_request(send, 200, {"status": "compared"})
             return
-        before, self._uncompared = self._uncompared, None
+        # nothing was awaited since the state was looked at
+        version, turn = None if self._state is None else self._state["policy_version"], self._turn
         try:
             await scope["app"].state.engine_client.resume_generation()
         except Exception as error:
-            # an update that has begun meanwhile has a mark of its own
-            self._uncompared = before if self._uncompared is None else self._uncompared
             await refuse_request(scope, send, 500, f"Failed to resume generation: {error}")
             return
+        if turn == self._turn:
+            # an update that has begun meanwhile may be of the same version
+            self._uncompared.discard(version)
         await answer_request(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool, resume: bool) -> list[dict[str, Any]]:
@@ -269,9 +288,10 @@ class TokenGuard:
                 f"{_EARLY_ROUTE} is not served: its answers begin before the engine has the request, and so outlive a policy version.",
             )
         if self._generates(scope):
-            state, version = await self._ask(engine), self._uncompared
-            refusal = state["refusal"]
-            if not refusal and self._comparison is None and version is not None and version == state["policy_version"]:
+            state = await self._ask(engine)
+            refusal, version = state["refusal"], state["policy_version"]
+            held = self._comparison is not None and self._comparison.policy_version == version
+            if not refusal and version in self._uncompared and not held:
                 # the engine goes on, but nobody has compared in time
                 refusal = self._not_compared(version)
             return (503, f"Generation refused: {refusal}.") if refusal else None
@@ -291,12 +311,14 @@ class TokenGuard:
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None
         if path == "/start_weight_update":
+            turn = self._turn
             if not await engine.is_paused():
                 return 409, "Generation still runs: POST /pause?mode=wait before the update, so that no response mixes two policy versions."
             await self._in_flight.settle(engine.output_processor.has_unfinished_requests, is_paused=True)
-            # vLLM's own verbs, which compare nothing, write everything anew
+            if self._updating or turn != self._turn:
+                return 409, "Another weight update is under way, or has been meanwhile."
             self._end_comparison("another update came before its trainer had said that it compared bytes")
-            self._state, self._uncompared = _TORN, None
+            self._state = _TORN
         return await self._resume_refusal(engine, query) if (scope["method"], path) == ("POST", "/resume") else None
 
     async def _resume_refusal(self, engine: Any, query: dict[str, str]) -> tuple[int, str] | None:
@@ -307,11 +329,12 @@ class TokenGuard:
             version = self._comparison.policy_version
             return None if query.get("compared") == str(version) else (409, f"Cannot resume: {self._not_compared(version)}.")
         self._state = self._told
-        state, version = await self._ask(engine), self._uncompared
+        state = await self._ask(engine)
         if self._updating:
             # it began while the workers answered
             return under_way
-        if not state["refusal"] and version is not None and query.get("compared") != str(version):
+        version = state["policy_version"]
+        if not state["refusal"] and version in self._uncompared and query.get("compared") != str(version):
             state = self._state = {**state, "refusal": self._not_compared(version)}
         return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
 

@@ -77,9 +77,9 @@ class Comparisons:
             EngineError: the server is gone.
         """
         agreed = None if own is None or self._receipts is None else self._receipts.agreed(own, answers)
-        return agreed or self._compared(tensors, policy_version=policy_version, kept=kept, beside=beside)
+        return agreed or self._compared(tensors, own, policy_version=policy_version, kept=kept, beside=beside)
 
-    def _compared(self, tensors: Tensors, *, policy_version: int, kept: bool, beside: bool) -> Manifest:
+    def _compared(self, tensors: Tensors, own: np.ndarray | None, *, policy_version: int, kept: bool, beside: bool) -> Manifest:
         answers = self._control.caller(beside=beside).collective("receipt", json.dumps(sorted(self._tables)))
         for answer in answers:
             if "parts" in answer:
@@ -87,8 +87,9 @@ class Comparisons:
                 self._tables[table.digest] = table
         tables = tuple(self._tables[answer["table"]] for answer in answers)
         if self._receipts is None or self._receipts.tables != tables:
-            self._receipts = RankReceipts(tensors, tables)
-        expected = self._receipts.expected(tensors, kept=kept)
+            self._receipts, own = RankReceipts(tensors, tables), None
+        # where there are digests the trainer may have gone on, and its tensors be others by now
+        expected = self._receipts.expected(tensors, kept=kept) if own is None else own
         ranks = [decode_digests(answer["digests"]) for answer in answers]
         try:
             return self._receipts.check(tensors, expected, ranks, policy_version=policy_version)

@@ -124,11 +124,17 @@ class RankReceipts:
     def check(
         self, tensors: Mapping[str, torch.Tensor], expected: np.ndarray, ranks: Sequence[np.ndarray], *, policy_version: int
     ) -> Manifest:
-        """The trainer's manifest. Raises ByteMismatchError as :func:`check_ranks` does."""
-        same = (np.array_equal(expected[where], digests) for where, digests in zip(self._positions, ranks, strict=True))
-        if not self._comparable or not all(same):
+        """The trainer's manifest, of ``expected`` alone where the ranks' parts make up the tensors. Raises ByteMismatchError as
+        :func:`check_ranks` does."""
+        if not self._comparable:
             named = [dict(zip(table.parts, map(int, digests), strict=True)) for table, digests in zip(self.tables, ranks, strict=True)]
             return check_ranks(tensors, named, policy_version=policy_version)
+        problems = [
+            f"{table.parts[place].name} (bytes differ{_at(rank, len(ranks))})"
+            for rank, (table, where, digests) in enumerate(zip(self.tables, self._positions, ranks, strict=True))
+            for place in np.flatnonzero(expected[where] != digests)
+        ]
+        _refuse(problems, len(self._table.names), policy_version)
         return self._manifest(expected)
 
     def _manifest(self, expected: np.ndarray) -> Manifest:
@@ -159,15 +165,22 @@ def check_ranks(tensors: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[Par
     expected = dict(zip(partial, tensor_digests([part.of(tensors[part.name]) for part in partial]), strict=True))
     problems = [f"{part.name} (not from the trainer)" for rank in ranks for part in rank if part.name not in tensors]
     for index, rank in enumerate(ranks):
-        where = f" at rank {index}" if len(ranks) > 1 else ""
         for part, digest in rank.items():
             if part.name in tensors and digest != expected.get(part, manifest.digests.get(part.name)):
-                problems.append(f"{part.name} (bytes differ{where})")
+                problems.append(f"{part.name} (bytes differ{_at(index, len(ranks))})")
     problems += _uncovered(tensors, held)
+    _refuse(problems, len(manifest.digests), policy_version)
+    return manifest
+
+
+def _at(rank: int, ranks: int) -> str:
+    return f" at rank {rank}" if ranks > 1 else ""
+
+
+def _refuse(problems: Sequence[str], tensors: int, policy_version: int) -> None:
     if problems:
         shown = ", ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ByteMismatchError(
-            f"after the sync of policy version {policy_version}, {len(problems)} parts of {len(manifest.digests)} FP8 tensors in the "
-            f"rollout engine are not the trainer's: {shown}. Run `e2e-fp8 doctor` on both sides and look for switches that rewrite weights."
+            f"after the sync of policy version {policy_version}, {len(problems)} parts of {tensors} FP8 tensors in the rollout engine are "
+            f"not the trainer's: {shown}. Run `e2e-fp8 doctor` on both sides and look for switches that rewrite weights."
         )
-    return manifest

@@ -1,7 +1,7 @@
 """What one finished update was, and where its seconds went."""
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 from e2e_fp8.errors import ConfigError
@@ -45,19 +45,24 @@ class Wish:
 class PendingReceipt:
     """A comparison under way in another thread."""
 
-    def __init__(self, future: "Future[tuple[Manifest, float]]") -> None:
-        """``future``: the receipt, and the seconds until it was there."""
-        self._future = future
+    def __init__(self, future: "Future[tuple[Manifest, float]]", *, waited_seconds: float = 0.0) -> None:
+        """``future``: the receipt, and the seconds until it was there; ``waited_seconds``: of these, when ``publish`` had not returned."""
+        self._future, self.waited_seconds = future, waited_seconds
         self.was_told = False
         """Whether somebody has been told that it failed."""
 
     def result(self) -> tuple[Manifest, float]:
         """What the future gives; waits for it. Its errors."""
-        try:
-            return self._future.result()
-        except BaseException:
-            self.was_told = self._future.done()
-            raise
+        # an interrupt of the wait is none of them
+        error = self._future.exception()
+        if error is not None:
+            self.was_told = True
+            raise error
+        return self._future.result()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it is over, now or after so many seconds at most."""
+        return bool(wait([self._future], seconds).done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ class PublishReport:
             return self
         started = time.perf_counter()
         receipt, seconds = self.pending.result()
-        waited = time.perf_counter() - started
+        waited = min(seconds, self.pending.waited_seconds + time.perf_counter() - started)
         return replace(self, receipt=receipt, receipt_seconds=seconds, waited_seconds=waited, pending=None)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from e2e_fp8.errors import ConfigError, EngineError, UserError
+from e2e_fp8.errors import ConfigError, EngineError
 from e2e_fp8.sync.announcer import ArmedUpdate, UpdateAnnouncer
 from e2e_fp8.sync.background import Background
 from e2e_fp8.sync.broadcasts import ALONE_FRACTION, NcclSender
@@ -338,24 +338,27 @@ class WeightPublisher:
             return proof, time.perf_counter() - delivered
 
         self._comparisons.hold_writes(own)
+        waited_seconds = time.perf_counter() - delivered
         self._background = self._background or Background()
-        return PendingReceipt(self._background.submit(compare))
+        return PendingReceipt(self._background.submit(compare), waited_seconds=waited_seconds)
 
     def settle(self) -> None:
         """Wait for the comparison that the last :meth:`publish` left under way, if it did (``before="answers"``).
 
         Raises ByteMismatchError or EngineError as :meth:`publish` does, unless ``PublishReport.settled`` has raised it already.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if (pending := self._pending) is None:
             return
         was_told = pending.was_told
         try:
             pending.result()
-        except UserError:
+        except Exception:
+            self._pending = None
             self._forget()
             if not was_told:
                 raise
+        # still pending after an interrupt: the other thread goes on
+        self._pending = None
 
     def _forget(self) -> None:
         """The other end may be gone or in an unknown state; the next update prepares and opens a channel again."""
@@ -376,7 +379,10 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Release buffers, exported memory and process groups at both ends; the server keeps serving."""
-        with suppress(UserError):
+        if self._pending is not None and not self._pending.ends_within(_CLOSE_S):
+            # ends the call that it waits in
+            self.control.waiting_client.close()
+        with suppress(Exception):
             # the server refuses to generate then, and says why
             self.settle()
         self._announcer.forget(_CLOSE_S)

@@ -24,6 +24,11 @@ class Engine:
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: bool(self.requests))
         self.renderer = SimpleNamespace(mm_processor_cache=None)
         self.engine_core, self.errored, self.refusal = self, False, ""
+        self.refused = False
+        """Whether workers refuse the next steps of updates."""
+        self.is_paused_s = 0.0
+        self.one_call = asyncio.Lock()
+        """A core takes one call after another."""
 
     async def generate(self, request: int, length: int):
         self.requests.add(request)
@@ -48,7 +53,9 @@ class Engine:
             await asyncio.sleep(TOKEN_S)
 
     async def is_paused(self) -> bool:
-        return self.paused
+        paused = self.paused
+        await asyncio.sleep(self.is_paused_s)
+        return paused
 
     async def resume_generation(self) -> None:
         self.paused = False
@@ -58,15 +65,19 @@ class Engine:
 
     async def call_utility_async(self, name: str, mode: str, method: str, args: tuple[str], resume: bool) -> list[dict[str, Any]]:
         assert (name, method) == (METHOD, "weight_update")
-        await self.pause_generation(mode, True)
-        await asyncio.sleep(TOKEN_S)
-        self.write(args[0])
-        if resume:
-            self.paused = False
-        return [{"seconds": 0.0, "state": self.state()}]
+        async with self.one_call:
+            await self.pause_generation(mode, True)
+            await asyncio.sleep(TOKEN_S)
+            results = self.written(args[0])
+            if resume and "error" not in results[0]:
+                self.paused = False
+            return results
 
-    def write(self, step: str) -> None:
+    def written(self, step: str) -> list[dict[str, Any]]:
+        if self.refused:
+            return [{"error": "no such update"}]
         self.version, self.refusal = json.loads(step)["policy_version"], ""
+        return [{"seconds": 0.0, "state": self.state()}]
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         await asyncio.sleep(TOKEN_S)
@@ -74,8 +85,7 @@ class Engine:
             (self.refusal,) = args
             return [{}]
         if method == "weight_update":
-            self.write(args[0])
-            return [{"seconds": 0.0, "state": self.state()}]
+            return self.written(args[0])
         assert method == "weight_state"
         return [self.state()]
 

@@ -189,3 +189,72 @@ def test_a_core_goes_on_only_when_every_rank_holds_the_whole_update(waits, resul
             answer = answer.result()
         assert answer == [whole, result]
         assert said == (["resumed"] if resume and goes_on else [])
+
+
+def step(version: int, **fields) -> bytes:
+    return json.dumps({"policy_version": version, "compare": True, "resume": True, "patience_s": 30.0, **fields}).encode()
+
+
+def test_of_two_updates_at_once_the_later_one_says_what_goes_on(serve):
+    """The first is whole while the second is already at the engine, where it pauses again, and stays so."""
+
+    async def scenario(server: Server) -> None:
+        first = asyncio.create_task(server.call("/weight_update?pause=wait", step(2)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(server.call("/weight_update?pause=wait", step(3, resume=False)))
+        assert ((await first).status, (await second).status) == (200, 200)
+        assert server.engine.paused
+        assert (await server.call("/resume?compared=2")).status == 409
+        answer = await asyncio.wait_for(server.call("/generate"), 5)
+        assert answer.status == 503, "nobody is going to compare before generation"
+        assert (await server.call("/resume?compared=3")).status == 200
+        assert not server.engine.paused
+        assert (await server.call("/generate")).check() == "3"
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_step_that_the_workers_refuse_compares_nothing(compares, late, serve):
+    """A step of an update that is none any more: what the engine holds is still of another trainer, who has not compared."""
+
+    async def scenario(server: Server) -> None:
+        if late:
+            await update(server, 6, patience_s=0.01)
+            await asyncio.sleep(0.02)
+        else:
+            assert (await server.call("/weight_update?pause=wait", step(6, resume=False))).status == 200
+        server.engine.refused = True
+        route = "/weight_update?pause=wait" if late else "/weight_update"
+        assert (await server.call(route, step(5, compare=compares, resume=False))).status == 200
+        server.engine.refused = False
+        assert (await server.call("/resume")).status == 409
+        answer = await server.call("/generate")
+        assert answer.status == 503
+        assert (await server.call("/resume?compared=6")).status == 200
+        assert (await server.call("/generate")).check() == "6"
+
+    serve(scenario)
+
+
+def test_vllms_own_verbs_compare_nothing(serve):
+    async def scenario(server: Server) -> None:
+        assert (await server.call("/weight_update?pause=wait", step(6, resume=False))).status == 200
+        # refused by the workers, who have nothing prepared
+        await server.call("/start_weight_update?tokens=0")
+        answer = await server.call("/resume")
+        assert answer.status == 409
+        assert "compared=6" in answer.body
+        assert (await server.call("/generate")).status == 503
+        # long enough for an update to begin and end meanwhile, which a core that answers in order does not allow
+        server.engine.is_paused_s = 0.05
+        ask = asyncio.create_task(server.call("/start_weight_update?tokens=0"))
+        await asyncio.sleep(0)
+        assert (await server.call("/weight_update?pause=wait", step(7))).status == 200
+        assert (await ask).status == 409
+        held = await begun(server)
+        assert (await server.call("/resume?compared=7")).status == 200
+        assert (await held).check() == "7"
+
+    serve(scenario)

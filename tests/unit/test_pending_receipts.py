@@ -1,0 +1,92 @@
+"""A comparison that goes on after ``publish``: waited for, told once, and no reason to hang. The server is a real one, without vLLM."""
+
+import json
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e_fp8.errors import ByteMismatchError, EngineError
+from e2e_fp8.sync import publisher as publisher_module
+from e2e_fp8.sync.background import Background
+from e2e_fp8.sync.publish_report import PendingReceipt, PublishReport
+from e2e_fp8.sync.publisher import WeightPublisher
+from e2e_fp8.sync.receipt import manifest_of
+
+
+class Workers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/hangs":
+            time.sleep(3)
+        content = json.dumps({"results": [{}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        with suppress(BrokenPipeError):
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def publisher(tmp_path: Path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Workers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url, cpu = f"http://127.0.0.1:{server.server_port}", torch.device("cpu")
+    publisher = WeightPublisher(url, "t", transport="disk", device=cpu, folder=tmp_path, write_folder=lambda *_: None)
+    yield publisher
+    publisher.close()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def report_of(pending: PendingReceipt) -> PublishReport:
+    return PublishReport(policy_version=1, num_bytes=1, seconds=1.0, receipt_seconds=0.0, receipt=None, phases={}, pending=pending)
+
+
+@pytest.mark.parametrize("told_by", ["settle", "settled"])
+@pytest.mark.parametrize("error", [ByteMismatchError("bytes differ"), KeyError("table")])
+def test_an_error_is_told_once_and_not_lost_with_an_interrupt(publisher, error, told_by):
+    future: Future = Future()
+    pending = publisher._pending = PendingReceipt(future)
+    wait = publisher.settle if told_by == "settle" else report_of(pending).settled
+    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    future.set_exception(error)
+    with pytest.raises(type(error)):
+        wait()
+    publisher.settle()
+    publisher.settle()
+
+
+def test_what_publish_itself_waited_for_was_waited_for():
+    manifest, future = manifest_of([]), Future()
+    future.set_result((manifest, 2.0))
+    settled = report_of(PendingReceipt(future, waited_seconds=1.5)).settled()
+    assert (settled.receipt, settled.receipt_seconds) == (manifest, 2.0)
+    assert settled.waited_seconds is not None
+    assert 1.5 <= settled.waited_seconds < 2.0
+
+
+def test_a_server_that_hangs_does_not_keep_the_trainer_from_ending(publisher, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_CLOSE_S", 0.3)
+    publisher._background = Background()
+    future = publisher._background.submit(lambda: publisher.control.waiting_client.post("/hangs"))
+    publisher._pending = PendingReceipt(future)
+    started = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - started < 2
+    assert isinstance(future.exception(), EngineError)
