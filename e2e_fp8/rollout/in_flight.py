@@ -23,13 +23,16 @@ _ENTER_S = 1.0
 _ABORTED_S = 0.1
 """What an aborted request gets to answer with the tokens that it has."""
 _POLL_S = 1e-3
+_LEAVE_S = 0.05
+"""What a cut request gets to leave the engine."""
 
 
 class _Request:
     """What one request has answered so far."""
 
-    def __init__(self, version: int | None, comparison: Comparison | None, send: Send) -> None:
-        self._version, self._comparison, self._send = version, comparison, send
+    def __init__(self, version: int | None, comparison: Comparison | None, receive: Receive, send: Send) -> None:
+        self._version, self._comparison, self._receive, self._send = version, comparison, receive, send
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_started = self.has_content = self.is_complete = False
         self.why_cut = ""
         self.task: asyncio.Task[None] | None = None
@@ -38,6 +41,9 @@ class _Request:
         """Pass an answer on, stamped with the policy version of the request's admission, once the bytes behind it are known to be right."""
         if self._comparison is not None:
             await self._comparison.passed()
+        if self.why_cut:
+            # until it is cancelled
+            await asyncio.get_running_loop().create_future()
         if message["type"] == "http.response.start":
             self.is_started = True
             if self._version is not None:
@@ -49,11 +55,23 @@ class _Request:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
 
+    async def receive(self) -> MutableMapping[str, Any]:
+        """What the client sends; of a request that is cut, that it has gone. At that alone vLLM's handlers, which run in tasks that nobody
+        else cancels, abort what the engine has."""
+        incoming = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait({incoming, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if self._gone.done() else incoming.result()
+        finally:
+            incoming.cancel()
+
     def cut(self, reason: str) -> None:
         """End the request; the engine aborts it if it has it."""
         self.why_cut = reason
+        if not self._gone.done():
+            self._gone.set_result(None)
         if self.task is not None:
-            self.task.cancel()
+            asyncio.get_running_loop().call_later(_LEAVE_S, self.task.cancel)
 
 
 class InFlight:
@@ -69,8 +87,8 @@ class InFlight:
 
         Why it was cut before an answer began; empty when it was not.
         """
-        request = _Request(version, comparison, send)
-        request.task = asyncio.ensure_future(app(scope, receive, request.send))
+        request = _Request(version, comparison, receive, send)
+        request.task = asyncio.ensure_future(app(scope, request.receive, request.send))
         self._open.add(request)
         if comparison is not None:
             comparison.add(request.cut)
@@ -80,13 +98,16 @@ class InFlight:
             task = asyncio.current_task()
             if not request.why_cut or (task is not None and task.cancelling()):
                 raise
-            # An answer that had begun breaks off here, which its client sees.
-            return "" if request.is_started else request.why_cut
+        except Exception:
+            # an application may fail because its client has gone
+            if not request.why_cut:
+                raise
         finally:
             self._open.discard(request)
             if comparison is not None:
                 comparison.discard(request.cut)
-        return ""
+        # An answer that had begun breaks off here, which its client sees.
+        return "" if request.is_started else request.why_cut
 
     def has_some(self) -> bool:
         """Whether a request is admitted and not answered."""

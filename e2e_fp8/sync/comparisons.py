@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from e2e_fp8.errors import ByteMismatchError
+from e2e_fp8.errors import ByteMismatchError, EngineError
 from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.control import UpdateControl
 from e2e_fp8.sync.engine_receipt import PartTable, RankReceipts, decode_digests
@@ -78,6 +79,25 @@ class Comparisons:
         """
         agreed = None if own is None or self._receipts is None else self._receipts.agreed(own, answers)
         return agreed or self._compared(tensors, own, policy_version=policy_version, kept=kept, beside=beside)
+
+    def while_generating(self, tensors: Tensors, own: Callable[[], np.ndarray], *, policy_version: int, kept: bool) -> Manifest:
+        """:meth:`proof` of a server that generates already, whose answers go after it; beside other calls, which may wait for that.
+
+        Errors as of :meth:`proof`; nothing is answered then.
+        """
+        try:
+            digests = own()
+            answers = self._control.caller(beside=True).collective("sealed_receipt")
+            proof = self.proof(tensors, digests, answers, policy_version=policy_version, kept=kept, beside=True)
+            self._control.resume(policy_version, beside=True)
+        except ByteMismatchError:
+            raise
+        except BaseException:
+            with suppress(EngineError):
+                # else answers would be held until patience ends
+                self._control.refuse(f"the bytes of policy version {policy_version} could not be compared", beside=True)
+            raise
+        return proof
 
     def _compared(self, tensors: Tensors, own: np.ndarray | None, *, policy_version: int, kept: bool, beside: bool) -> Manifest:
         answers = self._control.caller(beside=beside).collective("receipt", json.dumps(sorted(self._tables)))

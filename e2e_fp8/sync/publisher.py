@@ -137,7 +137,8 @@ class WeightPublisher:
         Generation is paused from then on (503), and the engine's ranks wait with the old weights whole, so that of the update only the
         copies come after the weights are ready. The call itself does not wait. Anything else but that ``publish`` cancels, as
         :meth:`disarm` does: the old version serves again, as it does when this process dies or has not published after ``patience_s``
-        (by default the publisher's ``timeout_s``). Meanwhile the server answers 409 to what else needs its workers.
+        (by default the publisher's ``timeout_s``; with ``before="answers"`` it is also what answers wait for the comparison). Meanwhile the
+        server answers 409 to what else needs its workers.
 
         False, :attr:`not_armed` saying why, unless the same tuple was published twice, by ``ipc`` without buckets or ``nccl``, and the
         engine's ranks share this host's memory. Nothing was done then.
@@ -330,11 +331,7 @@ class WeightPublisher:
         kept, delivered = self._named.keeps(tensors), time.perf_counter()
 
         def compare() -> tuple[Manifest, float]:
-            digests = own()
-            # requests may hold the other connection until this is over
-            answers = self.control.waiting_client.collective("sealed_receipt")
-            proof = self._comparisons.proof(tensors, digests, answers, policy_version=policy_version, kept=kept, beside=True)
-            self.control.resume(policy_version, beside=True)
+            proof = self._comparisons.while_generating(tensors, own, policy_version=policy_version, kept=kept)
             return proof, time.perf_counter() - delivered
 
         self._comparisons.hold_writes(own)
