@@ -194,7 +194,7 @@ def plan_update(
     With ``alone_bytes`` a tensor of at least so many bytes has a bucket of its own, and so have those together that an engine keeps in one
     parameter (a layer's experts, gate and up, query, key and value) where they follow each other in memory: such a bucket lies there as
     it is packed, see :func:`lying`. The others are packed in the order of memory, neighbours side by side; their buckets are in the
-    middle, where those before keep the wire busy while thousands of copies are started.
+    middle, where those before keep the wire busy while they are packed.
 
     Raises EngineError for a dtype that cannot be sent or a name that comes twice.
     """

@@ -130,7 +130,7 @@ def test_scales_of_experts_are_packed_in_one_copy_whatever_order_they_come_in():
 
 
 def test_packed_buckets_come_between_those_that_leave_as_they_lie():
-    """Packing starts thousands of copies, which takes the CPU milliseconds: the wire has something to do before, and after."""
+    """Packing takes the CPU and the device time: the wire has something to do before, and after."""
     tensors = [(f"layer.{index}.big", torch.rand(64, 64)) for index in range(6)]
     tensors += [(f"layer.{index}.small", torch.rand(8, 9)[:, :8]) for index in range(40)]
     manifest = plan_update(tensors, policy_version=0, max_bytes=1 << 12, alone_bytes=1 << 12)
