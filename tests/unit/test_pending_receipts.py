@@ -52,13 +52,21 @@ def publisher(tmp_path: Path):
     thread.join()
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, whatever the tests' own process inherited: a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def report_of(pending: PendingReceipt) -> PublishReport:
     return PublishReport(policy_version=1, num_bytes=1, seconds=1.0, receipt_seconds=0.0, receipt=None, phases={}, pending=pending)
 
 
 @pytest.mark.parametrize("told_by", ["settle", "settled"])
 @pytest.mark.parametrize("error", [ByteMismatchError("bytes differ"), KeyError("table")])
-def test_an_error_is_told_once_and_not_lost_with_an_interrupt(publisher, error, told_by):
+def test_an_error_is_told_once_and_not_lost_with_an_interrupt(publisher, interruptible, error, told_by):
     future: Future = Future()
     pending = publisher._pending = PendingReceipt(future)
     wait = publisher.settle if told_by == "settle" else report_of(pending).settled
