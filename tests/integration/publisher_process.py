@@ -6,6 +6,7 @@ sent, or the checkpoint of the disk transport is half written; ``receipt``, all 
 are compared.
 """
 
+import faulthandler
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,8 @@ def stop_at(phase: str, hold: Path) -> Callable[[], None]:
 
     def wait_here() -> None:
         wait_while_held(hold)
+        # a trainer that hangs says where, before the test gives it up
+        faulthandler.dump_traceback_later(100, exit=True)
 
     def count() -> None:
         nonlocal done
