@@ -185,7 +185,6 @@ def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> flo
 
 
 def _sync_metrics(sync: SyncReport) -> dict[str, float]:
-    waited = sync.receipt_seconds if sync.waited_seconds is None else sync.waited_seconds
-    record = {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": waited}
+    record = {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": sync.receipt_wait}
     record |= {"time/sync": sync.seconds, "sync/armed": float(sync.armed)}
     return record | sync.receipt_metrics

@@ -64,16 +64,20 @@ class SyncReport:
         )
 
     @property
+    def receipt_wait(self) -> float:
+        """Seconds for which the trainer waited for the receipt."""
+        return self.receipt_seconds if self.waited_seconds is None else self.waited_seconds
+
+    @property
     def receipt_metrics(self) -> dict[str, float]:
         """Metrics of the receipt; empty when nothing was compared."""
         if self.receipt is None or not self.receipt.tensors:
             return {}
         read_bytes = 2 * self.receipt.num_bytes
-        waited = self.receipt_seconds if self.waited_seconds is None else self.waited_seconds
         return {
             "receipt/passed": 1.0,
             "receipt/tensors": float(len(self.receipt.tensors)),
-            "receipt/share_of_sync": waited / max(self.seconds, 1e-9),
+            "receipt/share_of_sync": self.receipt_wait / max(self.seconds, 1e-9),
             "receipt/seconds": self.receipt_seconds,
             "receipt/gb_per_s": read_bytes / max(self.receipt_seconds, 1e-9) / 1e9,
         }

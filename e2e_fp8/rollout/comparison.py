@@ -32,5 +32,6 @@ class Comparison:
         self._timer.cancel()
         if not refusal:
             self._passed.set_result(None)
-        for cut in self._cuts if refusal else ():
+            return
+        for cut in self._cuts:
             cut(refusal)

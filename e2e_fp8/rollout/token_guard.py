@@ -135,7 +135,7 @@ class TokenGuard:
         self._updating += 1
         self._armed = announced
         try:
-            results = await _while_alive(engine, self._step(engine, mode, step, fields, turn=self._turn, is_new=is_new))
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, is_new=is_new))
         except Exception as error:
             # the workers' own, or the end of the engine
             await refuse_request(scope, send, 500, str(error))
@@ -143,12 +143,12 @@ class TokenGuard:
         await answer_request(send, 200, {"results": results})
 
     async def _step(
-        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], *, turn: int, is_new: bool
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, is_new: bool
     ) -> list[dict[str, Any]]:
         """What every worker answers to a step that has been counted; over for the guard when the answer is here.
 
-        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``is_new``: its
-        version was not among those that are to be compared.
+        Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``version``: what
+        its trainer is going to compare; ``is_new``: it was not among those that are to be compared.
         """
         announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
         try:
@@ -164,13 +164,14 @@ class TokenGuard:
                         await engine.resume_generation()
                     if turn == self._turn:
                         # of another step that came since, all this is to say
-                        self._go_on(fields, _merged([result["state"] for result in results]) if calls == self._calls else None)
+                        state = _merged([result["state"] for result in results]) if calls == self._calls else None
+                        self._go_on(version, float(fields.get("patience_s", 0.0)), state)
         finally:
             self._updating -= 1
             if announced:
                 self._armed = False
         if turn == self._turn:
-            self._note_written(version_to_compare(fields), results, is_new=is_new)
+            self._note_written(version, results, is_new=is_new)
         states = [result["state"] for result in results if "state" in result]
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
@@ -181,16 +182,14 @@ class TokenGuard:
         """What is left to compare after the last step that came: of whole weights themselves, otherwise also of those before."""
         if all(map(is_whole, results)):
             self._uncompared = set() if version is None else self._uncompared & {version}
-        elif is_new and all(result.get("unprepared") or result.get("disarmed") for result in results):
-            # nothing was written
+        elif is_new and _came_to_nothing(results):
             self._uncompared -= {version}
 
-    def _go_on(self, fields: Mapping[str, Any], state: dict[str, Any] | None) -> None:
-        """Admit requests again, ``state`` being that of the new weights if it is known; where bytes are still to be compared, no answer
-        leaves before that."""
-        version = version_to_compare(fields)
+    def _go_on(self, version: int | None, patience_s: float, state: dict[str, Any] | None) -> None:
+        """Admit requests again, ``state`` being that of the new weights if it is known; where bytes of ``version`` are still to be
+        compared, no answer leaves before that."""
         if version is not None:
-            self._comparison = Comparison(version, float(fields.get("patience_s", 0.0)), self._too_late)
+            self._comparison = Comparison(version, patience_s, self._too_late)
         self._state = state
 
     def _too_late(self) -> None:
@@ -257,7 +256,7 @@ class TokenGuard:
         await self._in_flight.settle(is_busy, is_paused=is_paused or was_paused, aborts=mode == "abort")
         self._state = _TORN
         results = await engine.engine_core.call_utility_async(METHOD, mode, "weight_update", (step,), resume)
-        if announced and all(result.get("unprepared") or result.get("disarmed") for result in results):
+        if announced and _came_to_nothing(results):
             if resumes:
                 await engine.resume_generation()
             self._state = None
@@ -363,6 +362,11 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not answer["refusal"] and any(state["policy_version"] != answer["policy_version"] for state in states):
         return {"policy_version": None, "refusal": "the ranks hold different policy versions: publish again"}
     return answer
+
+
+def _came_to_nothing(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no worker has written anything."""
+    return all(result.get("unprepared") or result.get("disarmed") for result in results)
 
 
 async def _while_alive(engine: Any, call: Awaitable[Any]) -> Any:

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from e2e_fp8.rollout.comparison import Comparison
-from e2e_fp8.rollout.in_flight import InFlight
+from e2e_fp8.rollout.in_flight import InFlight, Receive
 
 
 class Application:
@@ -49,9 +49,8 @@ class Application:
         await (response or JSONResponse(None))(scope, receive, send)
 
 
-async def served(application: Application, path: str, length: int, *, cut_after_s: float | None) -> tuple[str, list[dict[str, Any]]]:
-    """What ``InFlight.run`` returns, and what was sent, of a request whose comparison fails after so long, or passes at once."""
-    sent: list[dict[str, Any]] = []
+def request_of(path: str, length: int) -> tuple[dict[str, Any], Receive]:
+    """Scope and messages of a client that asks for so many tokens and stays."""
     body = [{"type": "http.request", "body": str(length).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -60,12 +59,19 @@ async def served(application: Application, path: str, length: int, *, cut_after_
         await asyncio.Event().wait()
         raise AssertionError
 
+    return {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "asgi": {"spec_version": "2.3"}}, receive
+
+
+async def served(application: Application, path: str, length: int, *, cut_after_s: float | None) -> tuple[str, list[dict[str, Any]]]:
+    """What ``InFlight.run`` returns, and what was sent, of a request whose comparison fails after so long, or passes at once."""
+    sent: list[dict[str, Any]] = []
+    scope, receive = request_of(path, length)
+
     async def send(message: Any) -> None:
         sent.append(message)
 
     comparison = Comparison(1, 60.0, lambda: None)
     in_flight = InFlight()
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "asgi": {"spec_version": "2.3"}}
     running = asyncio.create_task(in_flight.run(application, scope, receive, send, 1, comparison))
     if cut_after_s is None:
         comparison.end()
@@ -104,18 +110,11 @@ def test_a_tick_is_not_enough_without_the_word_that_the_client_has_gone():
 
     async def scenario() -> str:
         application = Application()
-        body = [{"type": "http.request", "body": b"1000000", "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if body:
-                return body.pop()
-            await asyncio.Event().wait()
-            raise AssertionError
+        scope, receive = request_of("/generate", 10**6)
 
         async def send(message: Any) -> None:
             raise AssertionError(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
         task = asyncio.create_task(application(scope, receive, send))
         await asyncio.sleep(0.05)
         task.cancel()

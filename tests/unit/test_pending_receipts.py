@@ -1,16 +1,15 @@
 """A comparison that goes on after ``publish``: waited for, told once, and no reason to hang. The server is a real one, without vLLM."""
 
-import json
 import signal
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from json_server import JsonHandler, serving
 
 from e2e_fp8.errors import ByteMismatchError, EngineError
 from e2e_fp8.sync import publisher as publisher_module
@@ -20,36 +19,20 @@ from e2e_fp8.sync.publisher import WeightPublisher
 from e2e_fp8.sync.receipt import manifest_of
 
 
-class Workers(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+class Workers(JsonHandler):
+    def answer(self, body: Any) -> Any:
         if self.path == "/hangs":
             time.sleep(3)
-        content = json.dumps({"results": [{}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        with suppress(BrokenPipeError):
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        return {"results": [{}]}
 
 
 @pytest.fixture
 def publisher(tmp_path: Path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Workers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url, cpu = f"http://127.0.0.1:{server.server_port}", torch.device("cpu")
-    publisher = WeightPublisher(url, "t", transport="disk", device=cpu, folder=tmp_path, write_folder=lambda *_: None)
-    yield publisher
-    publisher.close()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Workers) as url:
+        cpu = torch.device("cpu")
+        publisher = WeightPublisher(url, "t", transport="disk", device=cpu, folder=tmp_path, write_folder=lambda *_: None)
+        yield publisher
+        publisher.close()
 
 
 @pytest.fixture

@@ -1,52 +1,37 @@
 """The control connection against a real HTTP server: kept open, opened again where the server has closed it, errors in one sentence."""
 
-import json
 import os
 import random
 import resource
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from json_server import JsonHandler, serving
 
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync import http_client
 from e2e_fp8.sync.http_client import ServerClient
 
 
-class Echo(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Echo(JsonHandler):
     timeout = 0.5  # closes a connection that is idle for longer
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, body: Any) -> Any:
         if self.path == "/slow":
             time.sleep(1.0)
-        content = json.dumps({"path": self.path, "body": body, "peer": self.client_address[1]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        with suppress(BrokenPipeError):
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        return {"path": self.path, "body": body, "peer": self.client_address[1]}
 
 
 @pytest.fixture
 def client():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    client = ServerClient(f"http://127.0.0.1:{server.server_port}", "t", timeout_s=5)
-    yield client
-    client.close()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Echo) as url:
+        client = ServerClient(url, "t", timeout_s=5)
+        yield client
+        client.close()
 
 
 def test_calls_share_a_connection_until_the_server_closes_it(client):
@@ -210,14 +195,11 @@ def test_no_moment_of_an_idle_end_is_taken_for_a_death():
     class Hasty(Echo):
         timeout = 0.02
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hasty)
-    threading.Thread(target=server.serve_forever).start()
-    client = ServerClient(f"http://127.0.0.1:{server.server_port}", "t", timeout_s=5)
-    try:
-        for _ in range(150):
-            assert client.post("/resume")["path"] == "/resume"
-            time.sleep(0.02 + random.uniform(-0.001, 0.001))
-    finally:
-        client.close()
-        server.shutdown()
-        server.server_close()
+    with serving(Hasty) as url:
+        client = ServerClient(url, "t", timeout_s=5)
+        try:
+            for _ in range(150):
+                assert client.post("/resume")["path"] == "/resume"
+                time.sleep(0.02 + random.uniform(-0.001, 0.001))
+        finally:
+            client.close()
