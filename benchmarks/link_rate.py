@@ -28,7 +28,7 @@ def seconds_of(group: BroadcastGroup, message: torch.Tensor, count: int, rounds:
         started = time.perf_counter()
         works = [group.broadcast(message) for _ in range(count)]
         for work in works:
-            group.finish(work, lambda: None)
+            group.finish(work)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 

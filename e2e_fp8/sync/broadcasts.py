@@ -79,15 +79,13 @@ class NcclSender:
             posted = poster.submit(announce, self.whole_update(manifest), first=True, last=True)
 
             def check() -> None:
-                if posted.done() and posted.exception() is not None:
-                    group.abort()
+                if posted.done():
                     posted.result()
 
             try:
-                with _side_stream(self._device):
-                    works = self._start_all(group, manifest, tensors, check)
-                    for work in works:
-                        group.finish(work, check)
+                with group.watched(check), _side_stream(self._device):
+                    for work in self._start_all(group, manifest, tensors):
+                        group.finish(work)
             except RuntimeError as error:
                 self.close()
                 posted.result()
@@ -100,13 +98,11 @@ class NcclSender:
         if not self._settled:
             self._plans, self._lying = {}, {}
 
-    def _start_all(
-        self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]
-    ) -> list[Any]:
+    def _start_all(self, group: BroadcastGroup, manifest: UpdateManifest, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
         works, in_slot, packed = [], [None] * BUFFERS, 0
         for index, bucket in enumerate(manifest.buckets):
             if index >= _AHEAD:
-                group.finish(works[index - _AHEAD], check)
+                group.finish(works[index - _AHEAD])
             message = self._lying[index]
             if message is not None:
                 works.append(group.broadcast(message))
@@ -158,19 +154,20 @@ class NcclReceiver:
             self._views = {}
         slots = {index: turn % BUFFERS for turn, index in enumerate(buffered)}
         waiting, works = list(buckets), []
-        for position, index in enumerate(buckets):
-            # Started one ahead: the next message has a buffer of its own, and the one before has been unpacked from it.
-            for following in waiting[len(works) : position + BUFFERS]:
-                target = straight[following]
-                if target is None:
-                    target = self._buffers[slots[following]][: bucket_bytes(buckets[following])]
-                works.append(self._group.broadcast(target))
-            if position >= _AHEAD:
-                self._group.finish(works[position - _AHEAD], self._group.check_trainer)
-            self._group.order(works[position])
-            yield index, self._named(manifest, index, slots[index]) if index in slots else {}
-        for work in works:
-            self._group.finish(work, self._group.check_trainer)
+        with self._group.watched(self._group.check_trainer):
+            for position, index in enumerate(buckets):
+                # Started one ahead: the next message has a buffer of its own, and the one before has been unpacked from it.
+                for following in waiting[len(works) : position + BUFFERS]:
+                    target = straight[following]
+                    if target is None:
+                        target = self._buffers[slots[following]][: bucket_bytes(buckets[following])]
+                    works.append(self._group.broadcast(target))
+                if position >= _AHEAD:
+                    self._group.finish(works[position - _AHEAD])
+                self._group.order(works[position])
+                yield index, self._named(manifest, index, slots[index]) if index in slots else {}
+            for work in works:
+                self._group.finish(work)
 
     def _placed_whole(
         self, layout: str, index: int, bucket: Bucket, placed: Callable[[TensorSpec], torch.Tensor | None]

@@ -96,18 +96,19 @@ def send(
             found += [(trainers + target, message) for message in messages(copies, max_bytes)]
         return found
 
-    queue = _agreed(check, plan, policy_version, max_bytes, group)
-    buffers = _buffers(queue, device)
-    finishers: list[Callable[[], None]] = []
-    for index, (peer, message) in enumerate(queue):
-        if index >= len(buffers):
-            finishers[index - len(buffers)]()
-        buffer = buffers[index % len(buffers)]
-        _copy(_paired(outgoing(message.copies, tensors, scales), buffer), into_buffer=True)
-        finishers.append(group.send(buffer[: message.extent], peer))
-    for finish in finishers[-len(buffers) :]:
-        finish()
-    group.smallest([1])
+    with group.watched(group.check_peers):
+        queue = _agreed(check, plan, policy_version, max_bytes, group)
+        buffers = _buffers(queue, device)
+        finishers: list[Callable[[], None]] = []
+        for index, (peer, message) in enumerate(queue):
+            if index >= len(buffers):
+                finishers[index - len(buffers)]()
+            buffer = buffers[index % len(buffers)]
+            _copy(_paired(outgoing(message.copies, tensors, scales), buffer), into_buffer=True)
+            finishers.append(group.send(buffer[: message.extent], peer))
+        for finish in finishers[-len(buffers) :]:
+            finish()
+        group.smallest([1])
     return _report(queue, buffers)
 
 
@@ -138,21 +139,22 @@ def receive(
         order = partners(rank, trainers, engines, backwards=True)
         return [(source, message) for source in order for message in messages(by_source.get(source, ()), max_bytes)]
 
-    queue = _agreed(check, plan, policy_version, max_bytes, group)
-    buffers = _buffers(queue, device)
-    fill_padding(plan, rank, parameters)
+    with group.watched(group.check_peers):
+        queue = _agreed(check, plan, policy_version, max_bytes, group)
+        buffers = _buffers(queue, device)
+        fill_padding(plan, rank, parameters)
 
-    def begin(index: int) -> Callable[[], None]:
-        source, message = queue[index]
-        return group.receive(buffers[index % len(buffers)][: message.extent], source)
+        def begin(index: int) -> Callable[[], None]:
+            source, message = queue[index]
+            return group.receive(buffers[index % len(buffers)][: message.extent], source)
 
-    finishers = [begin(index) for index in range(min(len(buffers), len(queue)))]
-    for index, (_, message) in enumerate(queue):
-        finishers[index]()
-        _copy(_paired(places(message.copies, parameters), buffers[index % len(buffers)]), into_buffer=False)
-        if index + len(buffers) < len(queue):
-            finishers.append(begin(index + len(buffers)))
-    group.smallest([1])
+        finishers = [begin(index) for index in range(min(len(buffers), len(queue)))]
+        for index, (_, message) in enumerate(queue):
+            finishers[index]()
+            _copy(_paired(places(message.copies, parameters), buffers[index % len(buffers)]), into_buffer=False)
+            if index + len(buffers) < len(queue):
+                finishers.append(begin(index + len(buffers)))
+        group.smallest([1])
     return _report(queue, buffers)
 
 

@@ -6,7 +6,7 @@ The only place where the ``nccl`` transport depends on the device. Rank 0 is the
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -15,10 +15,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.peer_watch import PeerWatch
 
 _ALIVE = "trainer"
-_CHECK_S = 0.2
-"""Between two looks at whether the other side still lives."""
 _ARRIVED = "arrived"
 _GIVEN_UP = "given_up"
 """Note of a rank that left before all was sent."""
@@ -30,7 +29,8 @@ class BroadcastGroup:
     _left = "The trainer gave the update up, see its message; publish again."
 
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
-        self._store, self._timeout_s, self._device = store, timeout_s, device
+        self._store, self._device = store, device
+        self._watch = PeerWatch(self.abort, timeout_s=timeout_s)
         self._group: Any
         timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
         if device.type == "cuda":
@@ -38,7 +38,7 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # Our own wait ends first and raises; the library's would end the process.
+            # The watch ends first and raises; the library's own time limit would end the process.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)
             self._group = ProcessGroupNCCL(prefixed, rank, size, options)
@@ -100,35 +100,27 @@ class BroadcastGroup:
         """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
         work.wait()
 
-    def finish(self, work: Any, check: Callable[[], None]) -> None:
-        """Wait until the broadcast is over. Calls ``check`` now and then, so that a dead peer ends the wait.
-
-        Raises EngineError on a timeout.
-        """
-        if self._device.type != "cuda":
-            work.wait()
-            return
-        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + _CHECK_S
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                self.abort()
-                raise EngineError(f"A weight broadcast did not finish within {self._timeout_s:g} s; the other side died or hangs.")
-            if now > next_check:
-                check()
-                next_check = now + _CHECK_S
-            time.sleep(2e-5)
+    def finish(self, work: Any) -> None:
+        """Wait until the broadcast is over; on a GPU within :meth:`watched`, which ends the wait when a peer is dead."""
+        if self._device.type == "cuda":
+            while not work.is_completed():
+                self._watch.raise_lost()
+                time.sleep(2e-5)
+            self._watch.progress()
         work.wait()
 
+    def watched(self, check: Callable[[], None]) -> AbstractContextManager[None]:
+        """While messages are under way: what ``check`` raises, called now and then by a thread, ends them and is raised here, see
+        :meth:`PeerWatch.during`. On a CPU a lost connection ends them, and nothing is called."""
+        return self._watch.during(check) if self._device.type == "cuda" else nullcontext()
+
     def check_trainer(self) -> None:
-        """Raise EngineError, after aborting the group, when the trainer's process is gone or has left the group."""
+        """Raise EngineError when the trainer's process is gone or has left the group."""
         try:
             left = self._store.check([_GIVEN_UP])
         except RuntimeError as error:
-            self.abort()
             raise EngineError("The trainer died while it sent weights; publish again.") from error
         if left:
-            self.abort()
             raise EngineError(self._left)
 
     def give_up(self) -> None:
@@ -138,7 +130,8 @@ class BroadcastGroup:
         self.abort()
 
     def abort(self) -> None:
-        """End outstanding broadcasts and leave the group; the others see an error, never half a message."""
+        """End outstanding broadcasts and leave the group; the others see an error, never half a message. From any thread."""
+        self._watch.end()
         if self._device.type == "cuda":
             self._group.abort()
         else:
@@ -150,7 +143,7 @@ class PairGroup(BroadcastGroup):
 
     _left = "Another rank gave the weight transfer up, see its message; the weights are incomplete: transfer again."
     watch: Callable[[], None] | None = None
-    """Called now and then while this rank waits on a GPU; what it raises ends the wait. On a CPU a lost connection does."""
+    """Looked at with :meth:`check_peers`: raises when this rank need not wait any longer."""
 
     def note(self, name: str) -> None:
         """Leave a note for the others; seen at once, whatever messages are under way."""
@@ -177,7 +170,7 @@ class PairGroup(BroadcastGroup):
         return tensor.tolist()
 
     def check_peers(self) -> None:
-        """Raise EngineError, after leaving the group, when what this rank waits for cannot come any more."""
+        """Raise EngineError when what this rank waits for cannot come any more."""
         self.check_trainer()
         if self.watch is not None:
             self.watch()
@@ -193,7 +186,7 @@ class PairGroup(BroadcastGroup):
                 raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
 
         work = guarded(start)
-        return lambda: guarded(lambda: self.finish(work, self.check_peers))
+        return lambda: guarded(lambda: self.finish(work))
 
 
 def _address_towards(host: str, port: int) -> str:
