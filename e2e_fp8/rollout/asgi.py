@@ -1,7 +1,7 @@
 """Requests and answers of the token guard, as ASGI has them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -41,6 +41,20 @@ async def body_of(receive: Receive) -> str | None:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts).decode(errors="replace")
+
+
+def again(body: str, receive: Receive) -> Receive:
+    """``receive`` for who has not seen that ``body_of`` has read it."""
+    given = False
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+    return receive_again
 
 
 async def refuse_request(scope: Scope, send: Send, status: int, sentence: str) -> None:

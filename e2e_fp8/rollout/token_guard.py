@@ -12,33 +12,14 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from e2e_fp8.rollout.asgi import answer_request, body_of, fields_of, query_of, refuse_request, version_to_compare
+from e2e_fp8.rollout.asgi import again, answer_request, body_of, fields_of, query_of, refuse_request, version_to_compare
 from e2e_fp8.rollout.comparison import Comparison
+from e2e_fp8.rollout.guarded_routes import CONTROL_ROUTES, OPEN_ROUTES, UNSEEN_METHODS, WITHOUT_WORKERS
 from e2e_fp8.rollout.in_flight import PAUSED, App, InFlight, Receive, Scope, Send
 from e2e_fp8.rollout.paused_call import METHOD, is_whole
-from e2e_fp8.sync.http_client import REFUSE_ROUTE, UPDATE_ROUTE
+from e2e_fp8.sync.http_client import METHOD_ROUTE, REFUSE_ROUTE, UPDATE_ROUTE
 from e2e_fp8.sync.token import read_token
 
-OPEN_ROUTES = ("/health",)
-CONTROL_ROUTES = (
-    "/pause",
-    "/resume",
-    "/abort_requests",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/collective_rpc",
-    UPDATE_ROUTE,
-    REFUSE_ROUTE,
-    "/reset_prefix_cache",
-    "/sleep",
-    "/wake_up",
-    "/tokenize",
-    "/detokenize",
-)
-"""POST routes that work whatever state the weights are in; any other is taken for generation."""
-_WITHOUT_WORKERS = ("/abort_requests", "/tokenize", "/detokenize")
 _ARMED = "A trainer has announced a weight update, for which the workers wait: it has to publish, cancel or end first."
 _EARLY_ROUTE = "/v1/responses"
 _ALIVE_S = 1.0
@@ -65,8 +46,9 @@ class TokenGuard:
         """Whether the workers wait for a trainer's word, and with them vLLM's engine core."""
         self._turn = 0
         """Of the last step of an update that came."""
-        self._uncompared: set[int] = set()
-        """Policy versions that may be written, and whose trainers have not said yet that the engine holds their bytes."""
+        self._uncompared: dict[int, str] = {}
+        """Policy versions that may be written, and whose trainers have not said yet that the engine holds their bytes; with the channel of
+        the trainer that wrote last, since two may give one number to different weights."""
         self._comparison: Comparison | None = None
         """Of that version, while the engine already generates from it."""
         self._in_flight = InFlight()
@@ -93,6 +75,8 @@ class TokenGuard:
             await self._refuse_from_now(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("POST", "/resume"):
             await self._resume(scope, send)
+        elif (scope["method"], scope["path"]) == ("POST", METHOD_ROUTE):
+            await self._worker_call(scope, receive, send)
         elif scope["path"] not in CONTROL_ROUTES:
             await self._app(scope, receive, send)
         else:
@@ -108,6 +92,18 @@ class TokenGuard:
             yield
         finally:
             self._told = None
+
+    async def _worker_call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await body_of(receive)
+        if body is None:
+            return
+        method = fields_of(body).get("method")
+        if method in UNSEEN_METHODS:
+            sentence = f"{METHOD_ROUTE} does not take {method}, which would change weights unseen: use the route for it (docs/server.md)."
+            await refuse_request(scope, send, 409, sentence)
+            return
+        with self._may_change():
+            await self._app(scope, again(body, receive), send)
 
     async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
@@ -128,14 +124,14 @@ class TokenGuard:
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
         version = version_to_compare(fields)
-        is_new = version not in self._uncompared
+        before = None
         if version is not None:
-            self._uncompared.add(version)
+            before, self._uncompared[version] = self._uncompared.get(version), str(fields.get("channel"))
         self._turn += 1
         self._updating += 1
         self._armed = announced
         try:
-            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, is_new=is_new))
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, before=before))
         except Exception as error:
             # the workers' own, or the end of the engine
             await refuse_request(scope, send, 500, str(error))
@@ -143,12 +139,12 @@ class TokenGuard:
         await answer_request(send, 200, {"results": results})
 
     async def _step(
-        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, is_new: bool
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, before: str | None
     ) -> list[dict[str, Any]]:
         """What every worker answers to a step that has been counted; over for the guard when the answer is here.
 
         Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``version``: what
-        its trainer is going to compare; ``is_new``: it was not among those that are to be compared.
+        its trainer is going to compare; ``before``: the channel whose bytes of it were to be compared when the step came.
         """
         announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
         try:
@@ -171,19 +167,21 @@ class TokenGuard:
             if announced:
                 self._armed = False
         if turn == self._turn:
-            self._note_written(version, results, is_new=is_new)
+            self._note_written(version, results, before=before)
         states = [result["state"] for result in results if "state" in result]
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
         return results
 
-    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, is_new: bool) -> None:
+    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, before: str | None) -> None:
         """What is left to compare after the last step that came: of whole weights themselves, otherwise also of those before."""
         if all(map(is_whole, results)):
-            self._uncompared = set() if version is None else self._uncompared & {version}
-        elif is_new and _came_to_nothing(results):
-            self._uncompared -= {version}
+            self._uncompared = {v: channel for v, channel in self._uncompared.items() if v == version}
+        elif version is not None and _came_to_nothing(results):
+            self._uncompared.pop(version, None)
+            if before is not None:
+                self._uncompared[version] = before
 
     def _go_on(self, version: int | None, patience_s: float, state: dict[str, Any] | None) -> None:
         """Admit requests again, ``state`` being that of the new weights if it is known; where bytes of ``version`` are still to be
@@ -221,7 +219,7 @@ class TokenGuard:
     async def _resume(self, scope: Scope, send: Send) -> None:
         """As vLLM's route does, without the millisecond that its routing takes: nothing generates until then."""
         if self._comparison is not None:
-            self._uncompared.discard(self._comparison.policy_version)
+            self._uncompared.pop(self._comparison.policy_version, None)
             self._end_comparison()
             await answer_request(send, 200, {"status": "compared"})
             return
@@ -234,7 +232,7 @@ class TokenGuard:
             return
         if turn == self._turn:
             # an update that has begun meanwhile may be of the same version
-            self._uncompared.discard(version)
+            self._uncompared = {v: channel for v, channel in self._uncompared.items() if v != version}
         await answer_request(send, 200, {"status": "resumed"})
 
     async def _paused_call(self, engine: Any, mode: str, step: str, *, announced: bool, resume: bool) -> list[dict[str, Any]]:
@@ -294,7 +292,7 @@ class TokenGuard:
                 # the engine goes on, but nobody has compared in time
                 refusal = self._not_compared(version)
             return (503, f"Generation refused: {refusal}.") if refusal else None
-        if self._armed and path in CONTROL_ROUTES and path not in _WITHOUT_WORKERS:
+        if self._armed and path in CONTROL_ROUTES and path not in WITHOUT_WORKERS:
             return 409, _ARMED
         if path == "/pause":
             if query.get("mode") == "keep":
@@ -326,20 +324,24 @@ class TokenGuard:
             return under_way
         if self._comparison is not None:
             version = self._comparison.policy_version
-            return None if query.get("compared") == str(version) else (409, f"Cannot resume: {self._not_compared(version)}.")
+            return None if self._is_compared(version, query) else (409, f"Cannot resume: {self._not_compared(version)}.")
         self._state = self._told
         state = await self._ask(engine)
         if self._updating:
             # it began while the workers answered
             return under_way
         version = state["policy_version"]
-        if not state["refusal"] and version in self._uncompared and query.get("compared") != str(version):
+        if not state["refusal"] and version in self._uncompared and not self._is_compared(version, query):
             state = self._state = {**state, "refusal": self._not_compared(version)}
         return (409, f"Cannot resume: {state['refusal']}.") if state["refusal"] else None
 
+    def _is_compared(self, version: int, query: Mapping[str, str]) -> bool:
+        """Whether it is the trainer that wrote ``version`` who says that it has compared."""
+        return (query.get("compared"), query.get("channel")) == (str(version), self._uncompared.get(version))
+
     @staticmethod
     def _not_compared(version: int) -> str:
-        return f"the trainer of policy version {version} has not said that it compared bytes (compared={version}): publish again"
+        return f"the trainer of policy version {version} has not said that it compared bytes (compared={version}, channel): publish again"
 
     async def _refuse_while_paused(self, engine: Any) -> None:
         # Requests would only queue, for ever if the trainer dies; those in flight still carry their version.

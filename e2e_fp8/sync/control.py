@@ -81,8 +81,9 @@ class UpdateControl:
         self.caller(beside=beside).post(REFUSE_ROUTE, {"reason": reason})
 
     def resume(self, compared: int | None = None, *, beside: bool = False) -> None:
-        """Let generation go on, or answers that wait for that; ``compared``: the policy version whose bytes the engine is known to hold."""
-        self.caller(beside=beside).post("/resume" if compared is None else f"/resume?compared={compared}")
+        """Let generation go on, or answers that wait for that; ``compared``: the policy version whose bytes the engine is known to hold,
+        which came over the open channel."""
+        self.caller(beside=beside).post("/resume" if compared is None else f"/resume?compared={compared}&channel={self._channel}")
 
     def caller(self, *, beside: bool) -> ServerClient:
         """The connection for a call; ``beside`` others, which may wait for it."""

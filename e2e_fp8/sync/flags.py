@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,10 +136,10 @@ class EngineFlags:
             raise EngineError(f"The trainer's flags cannot be opened ({error}): an update is announced ahead on one host only.") from error
         self._words, self._rank = memoryview(self._map).cast("Q"), rank
 
-    def wait(self, turn: int, patience_s: float) -> str:
+    def wait(self, turn: int, patience_s: float, soon: Callable[[], object] = lambda: None) -> str:
         """Say ``READY``, then wait for the trainer's word: empty for go, otherwise why nothing is to be written; all ranks get the same.
 
-        No longer than ``patience_s`` and than the trainer lives.
+        No longer than ``patience_s`` and than the trainer lives. ``soon`` is called once the trainer has said that its word comes soon.
         """
         self._tell(turn, READY)
         deadline, next_look, hot_until = time.monotonic() + patience_s, 0.0, None
@@ -152,6 +152,7 @@ class EngineFlags:
             now = time.monotonic()
             if order == SOON and hot_until is None:
                 hot_until = now + _HOT_S
+                soon()
             if now > deadline:
                 self._give_up(turn, TOO_LATE)
             elif now > next_look:

@@ -17,7 +17,7 @@ UPDATE_ROUTE = "/weight_update"
 """The token guard's own route: one step of a weight update, or all of it announced ahead."""
 REFUSE_ROUTE = "/refuse_generation"
 """The guard's route by which a trainer marks weights as unusable until the next finished update."""
-_METHOD_ROUTE = "/collective_rpc"
+METHOD_ROUTE = "/collective_rpc"
 REPEATABLE_ROUTES = ("/pause", "/resume", REFUSE_ROUTE)
 """POST routes that may be asked twice: the second time changes nothing."""
 REPEATABLE_METHODS = ("describe_worker", "weight_state", "prepare_update", "receipt", "close_channel", "open_flags")
@@ -136,7 +136,7 @@ class ServerClient:
 
         Raises EngineError with the worker's own sentence when a rank answers ``{"error": sentence}``.
         """
-        return _results(self.post(_METHOD_ROUTE, {"method": method, "args": list(args)}, timeout_s=timeout_s))
+        return _results(self.post(METHOD_ROUTE, {"method": method, "args": list(args)}, timeout_s=timeout_s))
 
     def update(self, step: dict[str, Any], *, pause: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """What ``weight_update`` returns at every rank for ``step``, an ``UpdateStep``; errors as of :meth:`collective`.
@@ -161,7 +161,7 @@ def _is_readable(connection: socket.socket) -> bool:
 
 
 def _is_repeatable(route: str, body: Any) -> bool:
-    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == _METHOD_ROUTE and body.get("method") in REPEATABLE_METHODS)
+    return route.partition("?")[0] in REPEATABLE_ROUTES or (route == METHOD_ROUTE and body.get("method") in REPEATABLE_METHODS)
 
 
 def _results(answer: dict[str, Any]) -> list[dict[str, Any]]:

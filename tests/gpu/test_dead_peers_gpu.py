@@ -1,4 +1,4 @@
-"""A peer that dies in the middle of an update, over NCCL: the other end packs or unpacks for the first time beside a message that never ends."""
+"""A peer that dies in the middle of an update, over NCCL, while the other end packs or unpacks for the first time."""
 
 import sys
 from pathlib import Path

@@ -147,7 +147,7 @@ def test_a_settled_sync_is_one_call_with_its_receipt(served):
         calls.clear()
         first.publish(exported(weights), policy_version=version)
         assert_live(served, weights)
-    assert calls == ["/weight_update?pause=wait ", "/resume?compared=72 "]
+    assert calls == ["/weight_update?pause=wait ", f"/resume?compared=72&channel={first.control._channel} "]
     second.publish(exported(SECOND), policy_version=73)
     calls.clear()
     first.publish(exported(FIRST), policy_version=74)
@@ -167,7 +167,7 @@ def test_nobody_lets_generation_go_on_with_bytes_that_were_not_compared(served, 
     monkeypatch.setattr(second._comparisons, "proof", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         second.publish(exported(SECOND), policy_version=82)
-    for route in ("/resume", "/resume?compared=81"):
+    for route in ("/resume", "/resume?compared=82", f"/resume?compared=82&channel={first.control._channel}"):
         with pytest.raises(EngineError, match=r"\(409\): Cannot resume: the trainer of policy version 82 has not said that it compared"):
             served.client.post(route)
         with pytest.raises(EngineError, match=r"\(503\): Generation refused"):
@@ -180,6 +180,16 @@ def test_nobody_lets_generation_go_on_with_bytes_that_were_not_compared(served, 
     generate(served.client)
     for publisher in (first, second):
         publisher.close()
+
+
+def test_workers_methods_that_change_weights_unseen_are_refused(served):
+    served.publish("ipc", FIRST, 14)
+    before = generate(served.client)
+    for method in ("refuse_generation", "weight_update", "finish_weight_update", "sleep"):
+        with pytest.raises(EngineError, match=rf"\(409\): /collective_rpc does not take {method}, which would change weights unseen"):
+            served.client.collective(method, "{}")
+    assert served.versions() == [14]
+    assert generate(served.client) == before
 
 
 def test_a_place_outside_the_shared_memory_leaves_the_old_version_serving(served, monkeypatch):

@@ -1,14 +1,17 @@
 """Either end of the flags of announced updates in a process of its own.
 
 ``python flags_process.py rank DESCRIPTION RANK`` takes lines ``wait TURN PATIENCE_S``, ``done TURN`` and ``failed TURN``, and answers
-each with one line of JSON. ``python flags_process.py trainer RANKS`` prints a description, arms, and prints the turn; with ``forks``
-behind it, it prints before that the id of a child that lives on.
+each with one line of JSON; ``wait TURN PATIENCE_S soon`` also with how often it was told that the word comes soon.
+``python flags_process.py trainer RANKS`` prints a description, arms, and prints the turn; with ``forks`` behind it, it prints before
+that the id of a child that lives on.
 """
 
+import itertools
 import json
 import os
 import sys
 import time
+from functools import partial
 
 from e2e_fp8.sync.flags import EngineFlags, TrainerFlags
 
@@ -18,8 +21,9 @@ def rank(description: str, number: str) -> None:
     print(json.dumps("open"), flush=True)
     for line in sys.stdin:
         verb, turn, *more = line.split()
-        answer = flags.wait(int(turn), float(more[0])) if verb == "wait" else getattr(flags, verb)(int(turn))
-        print(json.dumps(answer), flush=True)
+        calls = itertools.count()
+        answer = flags.wait(int(turn), float(more[0]), partial(next, calls)) if verb == "wait" else getattr(flags, verb)(int(turn))
+        print(json.dumps([answer, next(calls)] if "soon" in more else answer), flush=True)
 
 
 def trainer(ranks: str, *more: str) -> None:

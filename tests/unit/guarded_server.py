@@ -13,6 +13,7 @@ from e2e_fp8.rollout.paused_call import METHOD
 from e2e_fp8.rollout.token_guard import TokenGuard
 
 TOKEN = "0123456789abcdef"
+CHANNEL = "feed"
 TOKEN_S = 2e-3
 
 
@@ -24,8 +25,8 @@ class Engine:
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: bool(self.requests))
         self.renderer = SimpleNamespace(mm_processor_cache=None)
         self.engine_core, self.errored, self.refusal = self, False, ""
-        self.refused = False
-        """Whether workers refuse the next steps of updates."""
+        self.refused = self.unprepared = False
+        """Whether workers refuse the next steps of updates, or know nothing of them."""
         self.is_paused_s = 0.0
         self.one_call = asyncio.Lock()
         """A core takes one call after another."""
@@ -76,6 +77,8 @@ class Engine:
     def written(self, step: str) -> list[dict[str, Any]]:
         if self.refused:
             return [{"error": "no such update"}]
+        if self.unprepared:
+            return [{"unprepared": True}]
         self.version, self.refusal = json.loads(step)["policy_version"], ""
         return [{"seconds": 0.0, "state": self.state()}]
 
@@ -140,6 +143,10 @@ class Server:
 
         await self.guard(scope, receive, send)
         return answer
+
+    async def compared(self, version: int, channel: str = CHANNEL) -> "Answer":
+        """The word of the trainer that wrote over ``channel``."""
+        return await self.call(f"/resume?compared={version}&channel={channel}")
 
     async def update(self, version: int, mode: str = "wait") -> None:
         step = json.dumps({"policy_version": version, "compare": False}).encode()

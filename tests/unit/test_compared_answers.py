@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from guarded_server import TOKEN_S, Answer, Server, serve
+from guarded_server import CHANNEL, TOKEN_S, Answer, Server, serve
 
 from e2e_fp8.rollout.paused_call import paused_call
 
@@ -15,16 +15,22 @@ __all__ = ["serve"]
 MODES = ("wait", "abort", None)
 
 
-async def update(server: Server, version: int, mode: str | None = "wait", patience_s: float = 30.0) -> None:
+def step(version: int, **fields) -> bytes:
+    usual = {"policy_version": version, "channel": CHANNEL, "compare": True, "resume": True, "patience_s": 30.0}
+    return json.dumps(usual | fields).encode()
+
+
+async def update(
+    server: Server, version: int, mode: str | None = "wait", patience_s: float = 30.0, *, channel: str = CHANNEL, resume: bool = True
+) -> None:
     """An update whose bytes are to be compared while the engine generates; without ``mode`` its last step is one of several."""
     if mode is None:
-        step = {"policy_version": version, "compare": True, "resume": False, "patience_s": 0.0}
-        assert (await server.call("/weight_update?pause=wait", json.dumps(step).encode())).status == 200
+        begun = step(version, resume=False, patience_s=0.0, channel=channel)
+        assert (await server.call("/weight_update?pause=wait", begun)).status == 200
         assert server.engine.paused
-    step = {"policy_version": version, "compare": True, "resume": True, "patience_s": patience_s}
     route = "/weight_update" if mode is None else f"/weight_update?pause={mode}"
-    assert (await server.call(route, json.dumps(step).encode())).status == 200
-    assert not server.engine.paused
+    assert (await server.call(route, step(version, resume=resume, patience_s=patience_s, channel=channel))).status == 200
+    assert server.engine.paused != resume
 
 
 async def begun(server: Server, route: str = "/generate") -> "asyncio.Task[Answer]":
@@ -41,7 +47,7 @@ def test_answers_wait_for_the_comparison(mode, serve):
     async def scenario(server: Server) -> None:
         await update(server, 1, mode)
         held, streamed = await begun(server), await begun(server, "/generate?stream=1")
-        assert (await server.call("/resume?compared=1")).status == 200
+        assert (await server.compared(1)).status == 200
         for answer in (await held, await streamed, await server.call("/generate")):
             assert answer.check() == "1"
 
@@ -62,10 +68,10 @@ def test_a_difference_refuses_them_and_what_comes_later(serve):
             assert "the receipt of policy version 1 failed" in answer.body
         await asyncio.sleep(2 * TOKEN_S)
         assert not server.engine.requests
-        assert (await server.call("/resume")).status == (await server.call("/resume?compared=1")).status == 409
+        assert (await server.call("/resume")).status == (await server.compared(1)).status == 409
         await update(server, 2)
         held = await begun(server)
-        assert (await server.call("/resume?compared=2")).status == 200
+        assert (await server.compared(2)).status == 200
         assert (await held).check() == "2"
 
     serve(scenario)
@@ -83,7 +89,7 @@ def test_a_trainer_that_says_nothing_is_waited_for_so_long_and_no_longer(serve):
             assert answer.status == 503
             assert "the trainer of policy version 1 has not said that it compared bytes" in answer.body
         assert (await server.call("/resume")).status == 409
-        assert (await server.call("/resume?compared=1")).status == 200, "late, and still true"
+        assert (await server.compared(1)).status == 200, "late, and still true"
         assert (await server.call("/generate")).check() == "1"
 
     serve(scenario)
@@ -98,7 +104,7 @@ def test_another_update_before_the_word_refuses_them(serve):
         assert answer.status == 503
         assert "policy version 1 is not used: another update came" in answer.body
         held = await begun(server)
-        assert (await server.call("/resume?compared=2")).status == 200
+        assert (await server.compared(2)).status == 200
         assert (await held).check() == "2"
         await update(server, 3)
         held = await begun(server)
@@ -115,7 +121,7 @@ def test_nobody_else_speaks_for_the_trainer(serve):
     async def scenario(server: Server) -> None:
         await update(server, 7)
         held = await begun(server)
-        for route in ("/resume", "/resume?compared=6"):
+        for route in ("/resume", "/resume?compared=7", f"/resume?compared=6&channel={CHANNEL}"):
             answer = await server.call(route)
             assert answer.status == 409
             assert "compared=7" in answer.body
@@ -123,8 +129,37 @@ def test_nobody_else_speaks_for_the_trainer(serve):
         assert answer.status == 409
         assert "still compared" in answer.body
         assert not held.done()
-        assert (await server.call("/resume?compared=7")).status == 200
+        assert (await server.compared(7)).status == 200
         assert (await held).check() == "7"
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_trainers_with_one_version_the_later_ones_word_counts(resume, serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="first", resume=resume)
+        early = await begun(server) if resume else None
+        await update(server, 5, channel="second", resume=resume)
+        assert early is None or (await early).status == 503
+        held = await begun(server) if resume else None
+        assert (await server.compared(5, "first")).status == 409
+        assert (await server.call("/generate")).status == 503 if held is None else not held.done()
+        assert (await server.compared(5, "second")).status == 200
+        assert (await (held or asyncio.create_task(server.call("/generate")))).check() == "5"
+
+    serve(scenario)
+
+
+def test_a_step_that_came_to_nothing_takes_no_word_away(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="first", resume=False)
+        server.engine.unprepared = True
+        assert (await server.call("/weight_update", step(5, channel="second", resume=False))).status == 200
+        server.engine.unprepared = False
+        assert (await server.compared(5, "second")).status == 409
+        assert (await server.compared(5, "first")).status == 200
+        assert (await server.call("/generate")).check() == "5"
 
     serve(scenario)
 
@@ -152,7 +187,7 @@ def test_no_answer_is_of_bytes_that_were_not_compared_whatever_the_timing(serve)
                 await server.call("/refuse_generation", b'{"reason": "bytes differ"}')
             else:
                 compared.add(version)
-                assert (await server.call(f"/resume?compared={version}")).status == 200
+                assert (await server.compared(version)).status == 200
         found = [version for version in await asyncio.gather(*requests) if version is not None]
         assert set(map(int, found)) <= compared
 
@@ -191,10 +226,6 @@ def test_a_core_goes_on_only_when_every_rank_holds_the_whole_update(waits, resul
         assert said == (["resumed"] if resume and goes_on else [])
 
 
-def step(version: int, **fields) -> bytes:
-    return json.dumps({"policy_version": version, "compare": True, "resume": True, "patience_s": 30.0, **fields}).encode()
-
-
 def test_of_two_updates_at_once_the_later_one_says_what_goes_on(serve):
     """The first is whole while the second is already at the engine, where it pauses again, and stays so."""
 
@@ -204,10 +235,10 @@ def test_of_two_updates_at_once_the_later_one_says_what_goes_on(serve):
         second = asyncio.create_task(server.call("/weight_update?pause=wait", step(3, resume=False)))
         assert ((await first).status, (await second).status) == (200, 200)
         assert server.engine.paused
-        assert (await server.call("/resume?compared=2")).status == 409
+        assert (await server.compared(2)).status == 409
         answer = await asyncio.wait_for(server.call("/generate"), 5)
         assert answer.status == 503, "nobody is going to compare before generation"
-        assert (await server.call("/resume?compared=3")).status == 200
+        assert (await server.compared(3)).status == 200
         assert not server.engine.paused
         assert (await server.call("/generate")).check() == "3"
 
@@ -232,7 +263,7 @@ def test_a_step_that_the_workers_refuse_compares_nothing(compares, late, serve):
         assert (await server.call("/resume")).status == 409
         answer = await server.call("/generate")
         assert answer.status == 503
-        assert (await server.call("/resume?compared=6")).status == 200
+        assert (await server.compared(6)).status == 200
         assert (await server.call("/generate")).check() == "6"
 
     serve(scenario)
@@ -254,7 +285,7 @@ def test_vllms_own_verbs_compare_nothing(serve):
         assert (await server.call("/weight_update?pause=wait", step(7))).status == 200
         assert (await ask).status == 409
         held = await begun(server)
-        assert (await server.call("/resume?compared=7")).status == 200
+        assert (await server.compared(7)).status == 200
         assert (await held).check() == "7"
 
     serve(scenario)

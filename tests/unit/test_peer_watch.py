@@ -48,9 +48,12 @@ def test_a_call_that_never_ends_is_ended(group, watch):
 
 
 def test_the_reason_is_told_and_not_what_the_library_says_of_it(group, watch):
-    with pytest.raises(EngineError, match="the trainer died") as caught, watch.during(fail):
+    def aborted() -> None:
         group.wait()
         raise RuntimeError("NCCL communicator was aborted on rank 1.")
+
+    with pytest.raises(EngineError, match="the trainer died") as caught, watch.during(fail):
+        aborted()
     assert "aborted on rank 1" in str(caught.value.__cause__)
 
 
@@ -75,7 +78,8 @@ def test_nobody_is_asked_between_two_waits(group, watch):
         time.sleep(3 * peer_watch.CHECK_S)
     asked = len(seen)
     time.sleep(3 * peer_watch.CHECK_S)
-    assert (1 <= asked, len(seen), group.aborts) == (True, asked, 0)
+    assert asked
+    assert (len(seen), group.aborts) == (asked, 0)
 
 
 def test_a_check_that_fails_after_its_wait_ends_no_later_one(group, watch):

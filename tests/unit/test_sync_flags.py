@@ -83,6 +83,18 @@ def test_every_rank_begins_at_the_word_and_is_seen_to_end(flags, ranks):
         assert not flags.cancel(), "what has begun cannot be taken back"
 
 
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_ranks_prepare_once_before_the_word(flags, ranks, times):
+    turn = flags.arm()
+    ranks.tell(f"wait {turn} 60 soon")
+    await_ready(flags)
+    for _ in range(times):
+        flags.soon()
+        time.sleep(0.05)
+    assert flags.go()
+    assert ranks.answers() == [["", min(times, 1)]] * RANKS
+
+
 def test_one_failed_rank_is_seen(flags, ranks):
     turn = flags.arm()
     ranks.tell(f"wait {turn} 60")

@@ -7,6 +7,10 @@ import random
 import pytest
 from guarded_server import Answer, Server, serve
 
+from e2e_fp8.rollout.asgi import answer_request, body_of
+from e2e_fp8.rollout.guarded_routes import UNSEEN_METHODS
+from e2e_fp8.rollout.token_guard import TokenGuard
+
 __all__ = ["serve"]
 
 
@@ -157,6 +161,34 @@ def test_several_engines_behind_one_front_end_are_refused(serve):
     serve(scenario)
 
 
+@pytest.mark.parametrize("method", UNSEEN_METHODS)
+def test_methods_that_change_weights_unseen_are_refused(method, serve):
+    async def scenario(server: Server) -> None:
+        answer = await server.call("/collective_rpc", json.dumps({"method": method, "args": []}).encode())
+        assert (answer.status, server.count) == (409, 0)
+        assert method in answer.body
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("body", [b'{"method": "receipt", "args": ["\xc3\xa9"]}', b"{", b""])
+def test_other_calls_of_workers_reach_vllm_as_they_are(body, serve):
+    async def scenario(server: Server) -> None:
+        seen = []
+
+        async def application(scope, receive, send) -> None:
+            seen.append(await body_of(receive))
+            seen.append(await receive())
+            await answer_request(send, 200, {})
+
+        server.guard = TokenGuard(application)
+        assert (await server.call("/collective_rpc", body)).status == 200
+        # what comes after the body is the server's own, which tells of a client that goes
+        assert seen == [body.decode(), {"type": "http.request", "body": body}]
+
+    serve(scenario)
+
+
 def test_an_update_that_begins_while_another_resumes_keeps_its_mark(serve):
     """A bare resume must not let bytes serve that their trainer was going to compare."""
 
@@ -172,10 +204,10 @@ def test_an_update_that_begins_while_another_resumes_keeps_its_mark(serve):
         server.engine.resume_generation = slow  # type: ignore[method-assign]
         resuming = asyncio.create_task(server.call("/resume"))
         await begins.wait()
-        assert (await server.call("/weight_update?pause=wait", b'{"policy_version": 2, "compare": true}')).status == 200
+        assert (await server.call("/weight_update?pause=wait", b'{"policy_version": 2, "compare": true, "channel": "feed"}')).status == 200
         assert (await resuming).status == 200
         assert (await server.call("/resume")).status == 409
-        assert (await server.call("/resume?compared=2")).status == 200
+        assert (await server.compared(2)).status == 200
 
     serve(scenario)
 
