@@ -186,5 +186,5 @@ def _entropy(batches: Sequence[PackedBatch], stats: Sequence[TokenStats]) -> flo
 
 def _sync_metrics(sync: SyncReport) -> dict[str, float]:
     record = {"sync/bytes": float(sync.num_bytes), "sync/seconds": sync.seconds, "time/receipt": sync.receipt_wait}
-    record |= {"time/sync": sync.seconds, "sync/armed": float(sync.armed)}
+    record |= {"time/sync": sync.seconds + sync.answer_seconds, "sync/answer_seconds": sync.answer_seconds, "sync/armed": float(sync.armed)}
     return record | sync.receipt_metrics

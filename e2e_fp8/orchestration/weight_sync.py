@@ -43,6 +43,8 @@ class SyncReport:
     """From the end of delivery until bytes were compared."""
     waited_seconds: float | None = None
     """Of these, the ones for which the trainer waited while the engine could generate already; None: it could not, so all."""
+    answer_seconds: float = 0.0
+    """From there until the trainer knew that the engine generates."""
     armed: bool = False
     """Whether the engine waited for it, see ``WeightPublisher.arm``."""
     receipt: Manifest | None
@@ -227,6 +229,7 @@ def publish_weights(trainer: MegatronEngine, rollout: ServerEngine | None, cfg: 
         num_bytes=report.num_bytes,
         seconds=report.seconds,
         receipt_seconds=report.receipt_seconds,
+        answer_seconds=report.answer_seconds,
         armed=report.armed,
         receipt=report.receipt,
         pending=None if report.pending is None else report,

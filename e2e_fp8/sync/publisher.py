@@ -227,11 +227,13 @@ class WeightPublisher:
         if not wish.resume:
             self.control.resume(policy_version)
             clock.mark("resume")
+        receipt_seconds = 0.0 if proof is None else compared - done.seconds
         return PublishReport(
             policy_version=policy_version,
             num_bytes=manifest.num_bytes,
             seconds=done.seconds,
-            receipt_seconds=0.0 if proof is None else compared - done.seconds,
+            receipt_seconds=receipt_seconds,
+            answer_seconds=clock.total() - done.seconds - receipt_seconds,
             receipt=proof,
             phases=clock.seconds,
             armed=done.armed,

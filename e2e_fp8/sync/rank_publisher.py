@@ -160,6 +160,7 @@ class RankPublisher:
             num_bytes=num_bytes,
             seconds=delivered,
             receipt_seconds=compared - delivered,
+            answer_seconds=clock.total() - compared,
             receipt=proof,
             phases=clock.seconds,
         )

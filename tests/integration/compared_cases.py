@@ -73,6 +73,7 @@ def check_answers_wait(served: Served, transport: str, version: int, monkeypatch
         new = trainer.write(seed)
         report = trainer.publish(version + turn, before="answers")
         assert (report.armed, report.receipt) == (arms, None)
+        assert (report.answer_seconds > 0) == arms
         assert "resume" not in report.phases
         request = Request(served)
         await_tokens(served)
