@@ -44,7 +44,7 @@ class SyncReport:
     waited_seconds: float | None = None
     """Of these, the ones for which the trainer waited while the engine could generate already; None: it could not, so all."""
     answer_seconds: float = 0.0
-    """From there until the trainer knew that the engine generates."""
+    """The rest, until the trainer knew that the engine generates; a comparison that goes on meanwhile is in neither."""
     armed: bool = False
     """Whether the engine waited for it, see ``WeightPublisher.arm``."""
     receipt: Manifest | None

@@ -9,11 +9,11 @@ from e2e_fp8.rollout.in_flight import Receive, Scope, Send
 
 
 def query_of(scope: Scope) -> dict[str, str]:
-    """First value of each parameter of the query."""
-    return {name: values[0] for name, values in parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True).items()}
+    """Last value of each parameter of the query, which is the one that vLLM takes."""
+    return {name: values[-1] for name, values in parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True).items()}
 
 
-def fields_of(text: str) -> dict[str, Any]:
+def fields_of(text: str | bytes) -> dict[str, Any]:
     """A JSON object, an ``UpdateStep`` for example; empty where it is none, which the workers, who read steps whole, refuse."""
     try:
         fields = json.loads(text)
@@ -23,15 +23,15 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 def version_to_compare(fields: Mapping[str, Any]) -> int | None:
-    """The policy version of an ``UpdateStep`` whose trainer is going to compare bytes before generation may resume."""
+    """The policy version of an ``UpdateStep`` that names a channel, if its trainer is going to compare bytes."""
     try:
-        return int(fields["policy_version"]) if fields["compare"] else None
+        return int(fields["policy_version"]) if fields["compare"] and isinstance(fields["channel"], str) else None
     except (ValueError, KeyError, TypeError):
         # refused by the workers
         return None
 
 
-async def body_of(receive: Receive) -> str | None:
+async def body_of(receive: Receive) -> bytes | None:
     """The body of the request; None when the client went away before it had sent all of it."""
     parts, more = [], True
     while more:
@@ -40,10 +40,10 @@ async def body_of(receive: Receive) -> str | None:
             return None
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
-    return b"".join(parts).decode(errors="replace")
+    return b"".join(parts)
 
 
-def again(body: str, receive: Receive) -> Receive:
+def again(body: bytes, receive: Receive) -> Receive:
     """``receive`` for who has not seen that ``body_of`` has read it."""
     given = False
 
@@ -52,9 +52,20 @@ def again(body: str, receive: Receive) -> Receive:
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": body.encode(), "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+def with_status(send: Send, seen: list[int]) -> Send:
+    """``send`` that notes in ``seen`` with what status an answer begins."""
+
+    async def noting(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+        await send(message)
+
+    return noting
 
 
 async def refuse_request(scope: Scope, send: Send, status: int, sentence: str) -> None:

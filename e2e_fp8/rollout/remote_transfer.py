@@ -7,6 +7,7 @@ verbs in one call.
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,7 +148,7 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         self._accept(manifest)
 
     def is_prepared(self, step: UpdateStep) -> bool:
-        """Whether :meth:`begin` may follow: these tensors were accepted before, the open channel and flags are this sender's."""
+        """Whether the step may be done: these tensors were accepted before, the open channel and flags are this sender's."""
         if step.flags and (self._flags is None or self._flags.id != step.flags):
             return False
         return self._prepared is not None and self._prepared.layout_digest == step.layout and self._channel == step.channel
@@ -168,11 +169,12 @@ class RemoteWeightTransferEngine(WeightTransferEngine[RemoteInitInfo, RemoteUpda
         return refusal
 
     def _take_the_gpu(self) -> None:
-        """Have a GPU that worked for the trainer's process, which may be its own too, work for this one before bytes are ready: the first
-        piece of work after a change waits a fifth of a millisecond."""
+        """Have a GPU that has worked for the trainer's process, which may be its own too, work for this one before bytes are ready: the
+        first piece of work after a change waits a fifth of a millisecond."""
         if self.device.type == "cuda":
-            torch.zeros(1, device=self.device)
-            torch.cuda.current_stream(self.device).synchronize()
+            with suppress(torch.OutOfMemoryError):
+                torch.zeros(1, device=self.device)
+                torch.cuda.current_stream(self.device).synchronize()
 
     def tell(self, step: UpdateStep, *, done: bool) -> None:
         """Tell the trainer of an announced update that this rank holds all of it, or never will."""

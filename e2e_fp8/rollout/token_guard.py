@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from e2e_fp8.rollout.asgi import again, answer_request, body_of, fields_of, query_of, refuse_request, version_to_compare
+from e2e_fp8.rollout.asgi import again, answer_request, body_of, fields_of, query_of, refuse_request, version_to_compare, with_status
 from e2e_fp8.rollout.comparison import Comparison
-from e2e_fp8.rollout.guarded_routes import CONTROL_ROUTES, OPEN_ROUTES, UNSEEN_METHODS, WITHOUT_WORKERS
+from e2e_fp8.rollout.guarded_routes import CONTROL_ROUTES, FINISH_ROUTE, OPEN_ROUTES, WITHOUT_WORKERS, may_be_called
 from e2e_fp8.rollout.in_flight import PAUSED, App, InFlight, Receive, Scope, Send
 from e2e_fp8.rollout.paused_call import METHOD, is_whole
 from e2e_fp8.sync.http_client import METHOD_ROUTE, REFUSE_ROUTE, UPDATE_ROUTE
@@ -80,8 +80,12 @@ class TokenGuard:
         elif scope["path"] not in CONTROL_ROUTES:
             await self._app(scope, receive, send)
         else:
+            seen: list[int] = []
             with self._may_change():
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, with_status(send, seen))
+            if scope["path"] == FINISH_ROUTE and seen == [200]:
+                # whole weights of somebody who compares nothing
+                self._uncompared = {}
 
     @contextmanager
     def _may_change(self) -> Iterator[None]:
@@ -98,9 +102,9 @@ class TokenGuard:
         if body is None:
             return
         method = fields_of(body).get("method")
-        if method in UNSEEN_METHODS:
-            sentence = f"{METHOD_ROUTE} does not take {method}, which would change weights unseen: use the route for it (docs/server.md)."
-            await refuse_request(scope, send, 409, sentence)
+        if not may_be_called(method, getattr(scope["app"].state.args, "worker_extension_cls", "")):
+            what = "methods of the worker extension that change no weights"
+            await refuse_request(scope, send, 409, f"{METHOD_ROUTE} takes {what}, and {method!r} is none of these (docs/server.md).")
             return
         with self._may_change():
             await self._app(scope, again(body, receive), send)
@@ -109,9 +113,10 @@ class TokenGuard:
         """``weight_update`` of every worker with the body, an ``UpdateStep``, behind a pause where the query has ``pause``; the answer
         is that of ``/collective_rpc``."""
         engine, mode = scope["app"].state.engine_client, query_of(scope).get("pause")
-        step = await body_of(receive)
-        if step is None:
+        body = await body_of(receive)
+        if body is None:
             return
+        step = body.decode(errors="replace")
         fields = fields_of(step)
         # the workers are going to wait for the trainer's word
         announced = bool(fields.get("flags"))
@@ -124,14 +129,15 @@ class TokenGuard:
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
         version = version_to_compare(fields)
-        before = None
+        is_new = version is not None and version not in self._uncompared
         if version is not None:
-            before, self._uncompared[version] = self._uncompared.get(version), str(fields.get("channel"))
+            # the word of who wrote it before counts until this step has written
+            self._uncompared.setdefault(version, fields["channel"])
         self._turn += 1
         self._updating += 1
         self._armed = announced
         try:
-            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, before=before))
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, is_new=is_new))
         except Exception as error:
             # the workers' own, or the end of the engine
             await refuse_request(scope, send, 500, str(error))
@@ -139,12 +145,12 @@ class TokenGuard:
         await answer_request(send, 200, {"results": results})
 
     async def _step(
-        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, before: str | None
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, is_new: bool
     ) -> list[dict[str, Any]]:
         """What every worker answers to a step that has been counted; over for the guard when the answer is here.
 
         Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``version``: what
-        its trainer is going to compare; ``before``: the channel whose bytes of it were to be compared when the step came.
+        its trainer is going to compare; ``is_new``: it was not among those that are to be compared.
         """
         announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
         try:
@@ -154,6 +160,8 @@ class TokenGuard:
                     results = await engine.collective_rpc("weight_update", args=(step,))
                 else:
                     results = await self._paused_call(engine, mode, step, announced=announced, resume=resume)
+                if version is not None and fields.get("begin", True) and not _came_to_nothing(results):
+                    self._uncompared[version] = fields["channel"]
                 if resume and all(map(is_whole, results)):
                     if mode is None and turn == self._turn:
                         # with a pause the core has done that
@@ -167,21 +175,19 @@ class TokenGuard:
             if announced:
                 self._armed = False
         if turn == self._turn:
-            self._note_written(version, results, before=before)
+            self._note_written(version, results, is_new=is_new)
         states = [result["state"] for result in results if "state" in result]
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
         return results
 
-    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, before: str | None) -> None:
+    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, is_new: bool) -> None:
         """What is left to compare after the last step that came: of whole weights themselves, otherwise also of those before."""
         if all(map(is_whole, results)):
             self._uncompared = {v: channel for v, channel in self._uncompared.items() if v == version}
-        elif version is not None and _came_to_nothing(results):
+        elif version is not None and is_new and _came_to_nothing(results):
             self._uncompared.pop(version, None)
-            if before is not None:
-                self._uncompared[version] = before
 
     def _go_on(self, version: int | None, patience_s: float, state: dict[str, Any] | None) -> None:
         """Admit requests again, ``state`` being that of the new weights if it is known; where bytes of ``version`` are still to be
@@ -276,6 +282,8 @@ class TokenGuard:
             return 503, "The guard works with one front-end process: start the server without --api-server-count."
         if (getattr(arguments, "data_parallel_size", None) or 1) > 1:
             return 503, "The guard sees the weights of one engine: start a server for each, without --data-parallel-size."
+        if getattr(arguments, "root_path", None):
+            return 503, "The guard knows routes by their whole paths: start the server without --root-path."
         path, query = scope["path"], query_of(scope)
         if scope["type"] == "websocket":
             return 503, "WebSockets are not served: a session would outlive its policy version."
@@ -304,6 +312,8 @@ class TokenGuard:
             return 409, "An update begins with pause=wait or pause=abort, so that no response mixes two policy versions."
         if path == "/sleep" and self._comparison is not None:
             return 409, f"The weights of policy version {self._comparison.policy_version} are still compared: sleep after that."
+        if path == "/sleep" and query.get("level", "1") not in ("0", "1", "2"):
+            return 409, f"level={query['level']} of sleep is none of 0, 1 and 2."
         if path == "/sleep" and query.get("level") == "2":
             await engine.collective_rpc("refuse_generation", args=("sleep level 2 dropped the weights: publish a policy version",))
             self._state = None

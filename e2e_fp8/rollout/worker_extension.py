@@ -54,9 +54,9 @@ class WorkerExtension:
         """
         try:
             transfer, wanted = _transfer(self), UpdateStep.from_json(step)
+            if not transfer.is_prepared(wanted):
+                return {"unprepared": True}
             if wanted.begin:
-                if not transfer.is_prepared(wanted):
-                    return {"unprepared": True}
                 self._weight_update_active = False
                 transfer.reset_weight_update_target()
                 transfer.begin(wanted.policy_version, sealed=wanted.finish and wanted.receipt)

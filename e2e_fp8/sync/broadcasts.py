@@ -20,7 +20,7 @@ from e2e_fp8.sync.process_group import BroadcastGroup
 BUFFERS = 2
 """One bucket is packed or unpacked while another is on the wire."""
 _AHEAD = 4
-"""Messages that are started beyond the last one known to be over: a full launch queue would block where no dead peer is noticed."""
+"""Messages that are started beyond the last one known to be over, so that buffers and time limits are of a few messages only."""
 ALONE_FRACTION = 16
 """A tensor of this part of the largest bucket, or those of one parameter that are so many bytes together, is a message of its own."""
 

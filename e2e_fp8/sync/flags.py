@@ -151,8 +151,8 @@ class EngineFlags:
                 return _STAYS_OFF[order]
             now = time.monotonic()
             if order == SOON and hot_until is None:
-                hot_until = now + _HOT_S
                 soon()
+                hot_until = time.monotonic() + _HOT_S
             if now > deadline:
                 self._give_up(turn, TOO_LATE)
             elif now > next_look:

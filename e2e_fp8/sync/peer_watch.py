@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakMethod
 
 from e2e_fp8.errors import EngineError
 
@@ -17,14 +18,19 @@ CHECK_S = 0.2
 
 
 class PeerWatch:
-    """The watch of one process group. Its thread begins with the first wait, and lives until :meth:`end` or a loss."""
+    """The watch of one process group. Its thread begins with the first wait, and ends with the group, :meth:`end` or a loss."""
 
     def __init__(self, abort: Callable[[], None], *, timeout_s: float) -> None:
-        """``abort`` ends every outstanding message of the group; it may be called from any thread, and more than once."""
-        self._abort, self._timeout_s = abort, timeout_s
+        """``abort``: a method of the group, which is not kept alive by this. It ends every outstanding message, called from any thread."""
+        self._abort, self._timeout_s = WeakMethod(abort), timeout_s
         self._check: Callable[[], None] | None = None
         self._since = 0.0
         self._lost: Exception | None = None
+        """Of the wait under way."""
+        self._lost_before = ""
+        """Sentence of an earlier one: what ends here stays so, but its frames do not stay alive."""
+        self._lock = threading.Lock()
+        """Held while a wait is given up, which it does not leave before."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -34,7 +40,8 @@ class PeerWatch:
 
         Raises EngineError also when :meth:`progress` was not called for ``timeout_s``, and at once when an earlier wait was lost.
         """
-        self.raise_lost()
+        if self._lost_before:
+            raise EngineError(self._lost_before)
         self.progress()
         self._check = check
         if self._thread is None:
@@ -42,24 +49,33 @@ class PeerWatch:
             self._thread.start()
         try:
             yield
-        except (RuntimeError, EngineError) as error:
-            # what the library says of an aborted message; why it was aborted says more
-            if self._lost is None or error is self._lost:
+        except Exception as error:
+            # what the library says of an aborted message, or what was made of its bytes; why it was aborted says more
+            lost = self._leave()
+            if lost is None or lost is error:
                 raise
-            raise self._lost from error
+            raise lost from error
         finally:
-            self._check = None
-            if self._lost is not None:
-                # the group is being left by that thread
-                self._thread.join()
-        self.raise_lost()
+            lost = self._leave()
+        if lost is not None:
+            raise lost
+
+    def _leave(self) -> Exception | None:
+        """End the wait, once; why it was lost."""
+        with self._lock:
+            lost, self._lost, self._check = self._lost, None, None
+            self._lost_before = self._lost_before or ("" if lost is None else str(lost))
+            return lost
 
     def progress(self) -> None:
         """Something came: the time limit begins again."""
         self._since = time.monotonic()
 
-    def raise_lost(self) -> None:
-        """Raise what a check raised, if one has."""
+    def look(self) -> None:
+        """For who waits and can look himself: raise what the thread has found, or that nothing came for too long."""
+        if self._lost is None and self._is_late():
+            # the thread may hang in its check, as long as a peer does that was stopped
+            self._lose(self._check, self._late())
         if self._lost is not None:
             raise self._lost
 
@@ -67,17 +83,31 @@ class PeerWatch:
         """Look no more."""
         self._ended.set()
 
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._since > self._timeout_s
+
+    def _late(self) -> EngineError:
+        return EngineError(f"A weight transfer did not go on for {self._timeout_s:g} s; the other side died or hangs.")
+
     def _look(self) -> None:
-        while not self._ended.wait(CHECK_S):
+        while not self._ended.wait(CHECK_S) and self._abort() is not None:
             check = self._check
             if check is None:
                 continue
             try:
+                if self._is_late():
+                    raise self._late()
                 check()
-                if time.monotonic() - self._since > self._timeout_s:
-                    raise EngineError(f"A weight transfer did not go on for {self._timeout_s:g} s; the other side died or hangs.")
             except Exception as error:
-                if self._check is check:
-                    self._lost = error
-                    self._abort()
+                if self._lose(check, error):
                     return
+
+    def _lose(self, check: Callable[[], None] | None, error: Exception) -> bool:
+        """Give the wait of ``check`` up, if it still goes on."""
+        with self._lock:
+            if check is None or self._check is not check:
+                return False
+            self._lost = self._lost or error
+            if (abort := self._abort()) is not None:
+                abort()
+            return True

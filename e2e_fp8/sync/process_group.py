@@ -30,7 +30,7 @@ class BroadcastGroup:
 
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._device = store, device
-        self._watch = PeerWatch(self.abort, timeout_s=timeout_s)
+        self._peers = PeerWatch(self.abort, timeout_s=timeout_s)
         self._group: Any
         timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
         if device.type == "cuda":
@@ -38,7 +38,7 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # The watch ends first and raises; the library's own time limit would end the process.
+            # Our own time limit ends first and raises; the library's would end the process.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)
             self._group = ProcessGroupNCCL(prefixed, rank, size, options)
@@ -101,18 +101,18 @@ class BroadcastGroup:
         work.wait()
 
     def finish(self, work: Any) -> None:
-        """Wait until the broadcast is over; on a GPU within :meth:`watched`, which ends the wait when a peer is dead."""
+        """Wait until the broadcast is over; on a GPU within :meth:`watched`. Raises EngineError when that or the time limit ends it."""
         if self._device.type == "cuda":
             while not work.is_completed():
-                self._watch.raise_lost()
+                self._peers.look()
                 time.sleep(2e-5)
-            self._watch.progress()
+            self._peers.progress()
         work.wait()
 
     def watched(self, check: Callable[[], None]) -> AbstractContextManager[None]:
         """While messages are under way: what ``check`` raises, called now and then by a thread, ends them and is raised here, see
         :meth:`PeerWatch.during`. On a CPU a lost connection ends them, and nothing is called."""
-        return self._watch.during(check) if self._device.type == "cuda" else nullcontext()
+        return self._peers.during(check) if self._device.type == "cuda" else nullcontext()
 
     def check_trainer(self) -> None:
         """Raise EngineError when the trainer's process is gone or has left the group."""
@@ -131,7 +131,7 @@ class BroadcastGroup:
 
     def abort(self) -> None:
         """End outstanding broadcasts and leave the group; the others see an error, never half a message. From any thread."""
-        self._watch.end()
+        self._peers.end()
         if self._device.type == "cuda":
             self._group.abort()
         else:
@@ -142,8 +142,8 @@ class PairGroup(BroadcastGroup):
     """Messages between any two ranks, one agreement of all, and notes that rank 0 looks for."""
 
     _left = "Another rank gave the weight transfer up, see its message; the weights are incomplete: transfer again."
-    watch: Callable[[], None] | None = None
-    """Looked at with :meth:`check_peers`: raises when this rank need not wait any longer."""
+    also: Callable[[], None] | None = None
+    """Called by :meth:`check_peers`: raises when this rank need not wait any longer."""
 
     def note(self, name: str) -> None:
         """Leave a note for the others; seen at once, whatever messages are under way."""
@@ -172,8 +172,8 @@ class PairGroup(BroadcastGroup):
     def check_peers(self) -> None:
         """Raise EngineError when what this rank waits for cannot come any more."""
         self.check_trainer()
-        if self.watch is not None:
-            self.watch()
+        if self.also is not None:
+            self.also()
 
     def _started(self, start: Callable[[], Any], rank: int | None) -> Callable[[], None]:
         """Start a call of the library; a call that blocks until it is done. Both raise EngineError when it cannot be."""

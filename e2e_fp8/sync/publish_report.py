@@ -78,7 +78,7 @@ class PublishReport:
     receipt_seconds: float
     """What the receipt took beyond that; digests that were computed while bytes were under way are in :attr:`seconds`."""
     answer_seconds: float = 0.0
-    """From there until the trainer knew that generation goes on: the rest of the call, in neither of the two."""
+    """The rest of the call, in neither of the two: until the trainer knew that generation goes on."""
     receipt: Manifest | None
     """Digests that trainer and every engine rank agree on; None when the receipt was not asked for, and while it is :attr:`pending`."""
     phases: dict[str, float]

@@ -142,11 +142,11 @@ class RankPublisher:
         clock, manifest = PhaseClock(), self._manifest.at_version(policy_version)
         try:
             try:
-                num_bytes = self._deliver(manifest, tensors, scales, in_flight, clock)
+                num_bytes = self._deliver(manifest, tensors, scales, in_flight, clock, receipt=receipt)
             except UnpreparedError:
                 self._forget()
                 self._on_root(lambda: _quietly(self._root.resume))
-                num_bytes = self._deliver(manifest, tensors, scales, in_flight, clock)
+                num_bytes = self._deliver(manifest, tensors, scales, in_flight, clock, receipt=receipt)
             delivered = clock.total()
             proof = self._receipt(tensors, scales, policy_version, clock) if receipt else None
         except BaseException:
@@ -168,7 +168,9 @@ class RankPublisher:
     def _root_resume(self, compared: int | None) -> None:
         self._root.resume(compared)
 
-    def _deliver(self, manifest: UpdateManifest, tensors: NamedTensors, scales: NamedTensors, in_flight: str, clock: PhaseClock) -> int:
+    def _deliver(
+        self, manifest: UpdateManifest, tensors: NamedTensors, scales: NamedTensors, in_flight: str, clock: PhaseClock, *, receipt: bool
+    ) -> int:
         if not self._on_root(lambda: self._root.prepare(manifest)):
             self._drop_group()
         clock.mark("prepare")
@@ -179,8 +181,9 @@ class RankPublisher:
             posted: Future | None = None
             if self._rank == 0:
                 update = {"buckets": list(range(len(manifest.buckets))), "turn": self._turn}
-                posted = poster.submit(self._root.announce, manifest, update, first=True, last=True, in_flight=in_flight)
-            group.watch = None if posted is None else lambda: _raise_failure(posted)
+                how: dict[str, Any] = {"first": True, "last": True, "in_flight": in_flight, "compare": receipt}
+                posted = poster.submit(self._root.announce, manifest, update, **how)
+            group.also = None if posted is None else lambda: _raise_failure(posted)
             try:
                 self._on_root(lambda: self._wait_for_engine(posted, group))
                 report = send(
@@ -239,10 +242,15 @@ class RankPublisher:
                 failure = EngineError(f"Trainer rank {self._rank} and the rollout engine did not meet in one process group ({error}).")
             # With the rendezvous, which this closes, ends the wait of the others; the server's own sentence says more than theirs.
             join = None
-            self._on_root(lambda: None if posted is None else posted.result())
-        for error in self._from_all(failure):
-            if error is not None:
-                raise error
+            try:
+                self._on_root(lambda: None if posted is None else posted.result())
+                for error in self._from_all(failure):
+                    if error is not None:
+                        raise error
+            except BaseException:
+                if group is not None:
+                    group.give_up()
+                raise
         assert group is not None
         return group
 

@@ -89,7 +89,7 @@ def test_trainers_memory_is_read_as_it_is_now_without_another_export(served):
             weights[name].copy_(tensor)
         routes.clear()
         show("ipc in place", publisher.publish(exported(weights), policy_version=version))
-        assert routes == ["/weight_update?pause=wait", f"/resume?compared={version}"]
+        assert routes == ["/weight_update?pause=wait", f"/resume?compared={version}&channel={publisher.control._channel}"]
         assert_live(served, random_weights(served.cfg, version))
     publisher.close()
 
@@ -220,7 +220,10 @@ def test_nccl_between_two_gpus(tmp_path, architecture, monkeypatch):
             routes.clear()
             report = publisher.publish(exported(on_gpu(weights)), policy_version=version)
             assert report.receipt is not None
-            assert version == 1 or routes == ["/weight_update?pause=wait", f"/resume?compared={version}"]
+            assert version == 1 or routes == [
+                "/weight_update?pause=wait",
+                f"/resume?compared={version}&channel={publisher.control._channel}",
+            ]
             assert_live(served, weights)
             show("nccl", report)
             generate(served.client)

@@ -127,6 +127,12 @@ def test_rows_of_a_trainer_rank_go_straight_into_the_engine(served, monkeypatch)
     tensors[0][name] = tensors[0][name][:-1]
     with pytest.raises(LayoutError, match="A tensor has shape"):
         publisher.publish(tensors, scales, policy_version=10)
+    tensors, scales = own_shares(CFG, FIRST)
+    monkeypatch.setattr(publisher, "_receipt", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish(tensors, scales, policy_version=10)
+    with pytest.raises(EngineError, match="the trainer of policy version 10 has not said that it compared"):
+        served.client.post("/resume")
     served.publish("ipc", FIRST, 11)
     publisher.close()
     assert generate(served.client) == answers[0]
@@ -185,8 +191,8 @@ def test_nobody_lets_generation_go_on_with_bytes_that_were_not_compared(served, 
 def test_workers_methods_that_change_weights_unseen_are_refused(served):
     served.publish("ipc", FIRST, 14)
     before = generate(served.client)
-    for method in ("refuse_generation", "weight_update", "finish_weight_update", "sleep"):
-        with pytest.raises(EngineError, match=rf"\(409\): /collective_rpc does not take {method}, which would change weights unseen"):
+    for method in ("refuse_generation", "weight_update", "_start_weight_update", "finish_weight_update", "reload_weights", "sleep"):
+        with pytest.raises(EngineError, match=rf"\(409\): /collective_rpc takes methods .*, and '{method}' is none of these"):
             served.client.collective(method, "{}")
     assert served.versions() == [14]
     assert generate(served.client) == before

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from e2e_fp8.rollout.paused_call import METHOD
+from e2e_fp8.rollout.server_process import EXTENSION
 from e2e_fp8.rollout.token_guard import TokenGuard
 
 TOKEN = "0123456789abcdef"
@@ -102,7 +103,7 @@ class Server:
     def __init__(self) -> None:
         self.engine = Engine()
         self.guard = TokenGuard(self.application)
-        self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace())
+        self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace(worker_extension_cls=EXTENSION))
         self.count = 0
 
     async def application(self, scope, receive, send) -> None:

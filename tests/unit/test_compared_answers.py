@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from guarded_server import CHANNEL, TOKEN_S, Answer, Server, serve
 
+from e2e_fp8.rollout.asgi import answer_request
 from e2e_fp8.rollout.paused_call import paused_call
 
 __all__ = ["serve"]
@@ -160,6 +161,68 @@ def test_a_step_that_came_to_nothing_takes_no_word_away(serve):
         assert (await server.compared(5, "second")).status == 409
         assert (await server.compared(5, "first")).status == 200
         assert (await server.call("/generate")).check() == "5"
+
+    serve(scenario)
+
+
+def test_an_update_that_another_overtook_takes_no_word_away(serve):
+    """The later trainer's next step finds no update of its own any more."""
+
+    async def scenario(server: Server) -> None:
+        await server.call("/weight_update?pause=wait", step(5, channel="late", resume=False, begin=True))
+        await server.call("/weight_update?pause=wait", step(5, channel="writer", resume=False, begin=True))
+        for server.engine.refused, server.engine.unprepared in ((True, False), (False, True)):
+            await server.call("/weight_update", step(5, channel="late", resume=False, begin=False))
+        server.engine.refused = server.engine.unprepared = False
+        assert (await server.compared(5, "late")).status == 409
+        assert (await server.compared(5, "writer")).status == 200
+
+    serve(scenario)
+
+
+def test_two_steps_at_once_that_came_to_nothing_take_no_word_away(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="writer", resume=False)
+        server.engine.unprepared = True
+        steps = [
+            asyncio.create_task(server.call("/weight_update?pause=wait", step(5, channel=name, resume=False))) for name in ("one", "two")
+        ]
+        assert [(await each).status for each in steps] == [200, 200]
+        server.engine.unprepared = False
+        assert [(await server.compared(5, name)).status for name in ("one", "two", "writer")] == [409, 409, 200]
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("fields", [{"channel": None}, {"channel": 7}, {"policy_version": "five"}])
+def test_a_step_that_names_no_channel_or_version_takes_no_word_away(fields, serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="writer", resume=False)
+        server.engine.refused = True
+        assert (await server.call("/weight_update?pause=wait", step(5, resume=False, **fields))).status == 200
+        server.engine.refused = False
+        for channel in ("None", "7", ""):
+            assert (await server.compared(5, channel)).status == 409
+        assert (await server.compared(5, "writer")).status == 200
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_whole_weights_by_vllms_verbs_need_nobodys_word(status, serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="writer", resume=False)
+        generate = server.guard._app
+
+        async def application(scope, receive, send) -> None:
+            if scope["path"] == "/finish_weight_update":
+                await answer_request(send, status, {})
+            else:
+                await generate(scope, receive, send)
+
+        server.guard._app = application
+        assert (await server.call("/finish_weight_update")).status == status
+        assert (await server.call("/resume")).status == (200 if status == 200 else 409)
 
     serve(scenario)
 

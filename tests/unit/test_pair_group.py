@@ -1,8 +1,11 @@
 """Ranks of a weight transfer that wait for one which will never send."""
 
+import gc
+import socket
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -44,10 +47,31 @@ def test_what_a_rank_watches_ends_its_wait(pair):
     def fail() -> None:
         raise EngineError("the server says no")
 
-    pair[0].watch = fail
+    pair[0].also = fail
     with pytest.raises(EngineError, match="the server says no"):
         pair[0].check_peers()
     pair[1].check_peers()
+
+
+def test_a_group_that_is_dropped_closes_its_rendezvous():
+    """Others who wait there are told by that, and no collector has to come by."""
+    options = {"device": torch.device("cpu"), "timeout_s": 20.0}
+    port, join = PairGroup.listen("127.0.0.1", 2, **options)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(PairGroup.join, "127.0.0.1", port, 1, 2, **options)
+        group, kept = join(), waiting.result()
+    del join, waiting
+    dropped = weakref.ref(group)
+    gc.disable()
+    try:
+        group.give_up()
+        del group
+        assert dropped() is None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+    finally:
+        gc.enable()
+    del kept
 
 
 TRAINER = """

@@ -1,7 +1,9 @@
 """The thread that ends a wait which nothing else can end."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -64,6 +66,58 @@ def test_what_is_lost_stays_lost(group, watch):
         raise AssertionError("not reached")
 
 
+def test_the_reason_is_told_whatever_was_made_of_the_bytes(group, watch):
+    def misread() -> None:
+        group.wait()
+        raise ValueError("an aborted message is no number")
+
+    with pytest.raises(EngineError, match="the trainer died"), watch.during(fail):
+        misread()
+
+
+def test_nothing_of_a_lost_wait_is_kept(group, watch):
+    kept: list[weakref.ref] = []
+
+    def receive() -> None:
+        buffer = Blocking()
+        kept.append(weakref.ref(buffer))
+        with watch.during(fail):
+            group.wait()
+
+    with pytest.raises(EngineError):
+        receive()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_who_waits_himself_sees_the_loss_and_the_time_limit(group):
+    """Also while the thread hangs in its check, as it does when the trainer's whole process is stopped."""
+    watch, hangs = PeerWatch(group.abort, timeout_s=1.0), threading.Event()
+
+    def poll() -> None:
+        while not group.ended.is_set():
+            watch.look()
+            time.sleep(0.01)
+
+    with pytest.raises(EngineError, match="did not go on for 1 s"), watch.during(lambda: hangs.wait(30)):
+        poll()
+    assert group.aborts == 1
+    hangs.set()
+
+
+def test_a_group_that_is_dropped_ends_the_thread_and_is_not_kept():
+    group = Blocking()
+    watch = PeerWatch(group.abort, timeout_s=60)
+    with watch.during(lambda: None):
+        pass
+    kept = weakref.ref(group)
+    del group
+    assert kept() is None
+    assert watch._thread is not None
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+
+
 def test_a_failure_of_its_own_is_no_loss(group, watch):
     with pytest.raises(RuntimeError, match="a bug"), watch.during(lambda: None):
         raise RuntimeError("a bug")
@@ -99,11 +153,11 @@ def test_a_check_that_fails_after_its_wait_ends_no_later_one(group, watch):
 
 
 def test_a_wait_without_progress_ends_and_one_with_progress_goes_on(group):
-    watch = PeerWatch(group.abort, timeout_s=1.0)
+    watch = PeerWatch(group.abort, timeout_s=3.0)
     with watch.during(lambda: None):
         for _ in range(8):
-            time.sleep(0.25)
+            time.sleep(0.5)
             watch.progress()
     assert not group.aborts
-    with pytest.raises(EngineError, match=r"did not go on for 1 s; the other side died or hangs"), watch.during(lambda: None):
+    with pytest.raises(EngineError, match=r"did not go on for 3 s; the other side died or hangs"), watch.during(lambda: None):
         group.wait()

@@ -5,10 +5,9 @@ import json
 import random
 
 import pytest
-from guarded_server import Answer, Server, serve
+from guarded_server import CHANNEL, Answer, Server, serve
 
 from e2e_fp8.rollout.asgi import answer_request, body_of
-from e2e_fp8.rollout.guarded_routes import UNSEEN_METHODS
 from e2e_fp8.rollout.token_guard import TokenGuard
 
 __all__ = ["serve"]
@@ -111,7 +110,7 @@ def test_an_update_is_over_before_anything_that_the_engine_answers_after_it(resu
     """A busy front end finds both answers at once, the later one's client is quick, and the trainer is slow to take its own."""
 
     async def scenario(server: Server) -> None:
-        engine, step = server.engine, {"policy_version": 1, "compare": True, "flags": flags}
+        engine, step = server.engine, {"policy_version": 1, "channel": CHANNEL, "compare": True, "flags": flags}
         update_ended, state_told = (asyncio.get_running_loop().create_future() for _ in range(2))
         engine.call_utility_async = lambda *_: update_ended  # type: ignore[method-assign]
         update = asyncio.create_task(server.call("/weight_update?pause=wait", json.dumps(step).encode(), read_s=0.2))
@@ -161,18 +160,24 @@ def test_several_engines_behind_one_front_end_are_refused(serve):
     serve(scenario)
 
 
-@pytest.mark.parametrize("method", UNSEEN_METHODS)
-def test_methods_that_change_weights_unseen_are_refused(method, serve):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+@pytest.mark.parametrize(
+    "method", ["load_model", "weight_update", "refuse_generation", "_start_weight_update", "__setattr__", "", None, ["receipt"]]
+)
+def test_methods_that_change_weights_unseen_are_refused(method, encoding, serve):
     async def scenario(server: Server) -> None:
-        answer = await server.call("/collective_rpc", json.dumps({"method": method, "args": []}).encode())
+        answer = await server.call("/collective_rpc", json.dumps({"method": method, "args": []}).encode(encoding))
         assert (answer.status, server.count) == (409, 0)
-        assert method in answer.body
+        assert repr(method) in answer.body
 
     serve(scenario)
 
 
-@pytest.mark.parametrize("body", [b'{"method": "receipt", "args": ["\xc3\xa9"]}', b"{", b""])
-def test_other_calls_of_workers_reach_vllm_as_they_are(body, serve):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
+@pytest.mark.parametrize(
+    "method", ["describe_worker", "weight_state", "prepare_update", "receipt", "sealed_receipt", "open_flags", "close_channel"]
+)
+def test_other_methods_of_the_extension_reach_vllm_as_they_were_sent(method, encoding, serve):
     async def scenario(server: Server) -> None:
         seen = []
 
@@ -182,9 +187,23 @@ def test_other_calls_of_workers_reach_vllm_as_they_are(body, serve):
             await answer_request(send, 200, {})
 
         server.guard = TokenGuard(application)
+        body = json.dumps({"method": method, "args": ["\u00e9"]}).encode(encoding)
         assert (await server.call("/collective_rpc", body)).status == 200
         # what comes after the body is the server's own, which tells of a client that goes
-        assert seen == [body.decode(), {"type": "http.request", "body": body}]
+        assert seen == [body, {"type": "http.request", "body": body}]
+
+    serve(scenario)
+
+
+def test_what_the_guard_reads_otherwise_than_vllm_is_refused(serve):
+    async def scenario(server: Server) -> None:
+        for route in ("/pause?mode=wait&mode=keep", "/sleep?level=02", "/sleep?level=1&level=3"):
+            assert (await server.call(route)).status == 409
+        assert (await server.call("/sleep?level=1&level=2")).status == 200
+        assert server.engine.refusal.startswith("sleep level 2")
+        server.state.args.root_path = "/behind"
+        answer = await server.call("/behind/pause?mode=keep")
+        assert (answer.status, "--root-path" in answer.body) == (503, True)
 
     serve(scenario)
 
