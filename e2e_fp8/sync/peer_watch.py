@@ -50,8 +50,8 @@ class PeerWatch:
         try:
             yield
         except Exception as error:
-            # what the library says of an aborted message, or what was made of its bytes; why it was aborted says more
-            lost = self._leave()
+            # what the library says of an aborted or broken message, or what was made of its bytes; why it broke says more
+            lost = self._leave() or (_raised_by(check) if isinstance(error, RuntimeError) else None)
             if lost is None or lost is error:
                 raise
             raise lost from error
@@ -111,3 +111,11 @@ class PeerWatch:
             if (abort := self._abort()) is not None:
                 abort()
             return True
+
+
+def _raised_by(check: Callable[[], None]) -> EngineError | None:
+    try:
+        check()
+    except EngineError as error:
+        return error
+    return None

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # pyright
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.peer_watch import PeerWatch
 
 _ALIVE = "trainer"
@@ -31,6 +32,8 @@ class BroadcastGroup:
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._device = store, device
         self._peers = PeerWatch(self.abort, timeout_s=timeout_s)
+        self._met: set[int | None] = set()
+        """Ranks with which a message was begun; None for all."""
         self._group: Any
         timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
         if device.type == "cuda":
@@ -94,7 +97,25 @@ class BroadcastGroup:
         for :meth:`order` and :meth:`finish`."""
         options = BroadcastOptions()
         options.rootRank = 0
-        return self._group.broadcast([buffer], options)
+        return self._begun(lambda: self._group.broadcast([buffer], options), None)
+
+    def _begun(self, start: Callable[[], Any], rank: int | None) -> Any:
+        """``start`` a message with ``rank``, or with all. NCCL connects at the first one, for as long as the other takes to come, and is
+        not to be aborted meanwhile: in a thread, which is left behind when the watch or the time limit ends the wait."""
+        if self._device.type != "cuda" or rank in self._met:
+            return start()
+        stream = torch.cuda.current_stream(self._device)
+
+        def connect() -> Any:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                return start()
+
+        connecting = in_background(connect)
+        while not connecting.done():
+            self._peers.look()
+            time.sleep(1e-3)
+        self._met.add(rank)
+        return connecting.result()
 
     def order(self, work: Any) -> None:
         """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
@@ -185,7 +206,7 @@ class PairGroup(BroadcastGroup):
                 who = "A rank" if rank is None else f"Rank {rank}"
                 raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
 
-        work = guarded(start)
+        work = guarded(lambda: self._begun(start, rank))
         return lambda: guarded(lambda: self.finish(work))
 
 

@@ -1,4 +1,4 @@
-"""A peer that dies in the middle of an update, over NCCL, while the other end packs or unpacks for the first time."""
+"""A peer that dies in an update over NCCL: before the ends are connected, and while the other one packs or unpacks for the first time."""
 
 import sys
 from pathlib import Path
@@ -9,13 +9,36 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration.dead_peers import ENDS, check_dead_peer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")]
+from e2e_fp8.sync.process_group import BroadcastGroup
+
+pytestmark = pytest.mark.gpu
+TOLD = {"sender": "EngineError: The trainer died while it sent weights", "receiver": "EngineError: The rollout server is gone."}
 
 
-@pytest.mark.parametrize(
-    ("victim", "told"),
-    list(zip(ENDS, ("EngineError: The trainer died while it sent weights", "EngineError: The rollout server is gone."), strict=True)),
-)
-def test_an_update_ends_when_one_end_of_it_dies(tmp_path, victim, told):
+@pytest.mark.parametrize("victim", ENDS)
+def test_an_update_ends_when_one_end_of_it_dies_before_they_are_connected(tmp_path, victim):
+    """On one GPU, too: NCCL refuses two ranks there only after both have come."""
+    check_dead_peer(tmp_path, victim, 1, devices=dict.fromkeys(ENDS, "cuda:0"), whole_bytes=1 << 20, told=TOLD[victim])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")
+@pytest.mark.parametrize("victim", ENDS)
+def test_an_update_ends_when_one_end_of_it_dies(tmp_path, victim):
     # more than NCCL takes in without a receiver
-    check_dead_peer(tmp_path, victim, devices={"sender": "cuda:0", "receiver": "cuda:1"}, whole_bytes=256 << 20, told=told)
+    check_dead_peer(tmp_path, victim, 3, devices={"sender": "cuda:0", "receiver": "cuda:1"}, whole_bytes=256 << 20, told=TOLD[victim])
+
+
+def test_messages_of_a_group_of_one_keep_the_order_of_the_callers_stream():
+    """The first of them is begun by another thread."""
+    device = torch.device("cuda", 0)
+    _, join = BroadcastGroup.listen("127.0.0.1", 1, device=device, timeout_s=60)
+    group, message = join(), torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    with torch.cuda.stream(torch.cuda.Stream()), group.watched(lambda: None):
+        for turn in range(1, 4):
+            message.fill_(turn)
+            work = group.broadcast(message)
+            group.order(work)
+            copy = message.clone()
+            group.finish(work)
+            assert bool((copy == turn).all())
+    group.abort()

@@ -1,8 +1,9 @@
 """One end of the ``nccl`` transport alone, no trainer or engine around it: an update in which one end dies.
 
-Usage: ``python broadcast_process.py END FOLDER DEVICE WHOLE_BYTES VICTIM``, END and VICTIM ``sender`` or ``receiver``. Three tensors of
-WHOLE_BYTES are sent as they lie, then small ones that are packed, then three as they lie. The victim kills itself where it would start
-its third message, so the other packs (or unpacks), for the first time in its life, beside a message that never ends.
+Usage: ``python broadcast_process.py END FOLDER DEVICE WHOLE_BYTES VICTIM MESSAGE``, END and VICTIM ``sender`` or ``receiver``. Three
+tensors of WHOLE_BYTES are sent as they lie, then small ones that are packed, then three as they lie. The victim kills itself where it
+would start its MESSAGE-th message: at the first the ends have met and NCCL has connected nothing; at the third the other end packs (or
+unpacks), for the first time in its life, beside a message that never ends.
 """
 
 import faulthandler
@@ -25,13 +26,13 @@ from e2e_fp8.sync.process_group import BroadcastGroup
 WHOLE, SMALL = 6, 40
 
 
-def die_at_the_third_message() -> None:
+def die_at(message: int) -> None:
     call, started = BroadcastGroup.broadcast, 0
 
     def broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> Any:
         nonlocal started
         started += 1
-        if started == 3:
+        if started == message:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         return call(group, buffer)
@@ -79,10 +80,10 @@ def receive(folder: Path, device: torch.device, tensors: dict[str, torch.Tensor]
         CopyPlan([(tensors[name], tensor) for name, tensor in named.items()]).run()
 
 
-def main(end: str, folder: str, device: str, whole_bytes: str, victim: str) -> int:
+def main(end: str, folder: str, device: str, whole_bytes: str, victim: str, message: str) -> int:
     where = torch.device(device)
     if end == victim:
-        die_at_the_third_message()
+        die_at(int(message))
     # says where it hangs, before the test gives it up
     faulthandler.dump_traceback_later(60, exit=True)
     try:

@@ -9,13 +9,14 @@ ENDS = ("sender", "receiver")
 _SCRIPT = Path(__file__).with_name("broadcast_process.py")
 
 
-def check_dead_peer(folder: Path, victim: str, *, devices: dict[str, str], whole_bytes: int, told: str) -> None:
-    """The other end says ``told`` within seconds of its peer's death."""
-    words = [sys.executable, str(_SCRIPT)]
-    ends = {
-        end: subprocess.Popen([*words, end, str(folder), devices[end], str(whole_bytes), victim], stderr=subprocess.PIPE, text=True)
-        for end in ENDS
-    }
+def check_dead_peer(folder: Path, victim: str, message: int, *, devices: dict[str, str], whole_bytes: int, told: str) -> None:
+    """The other end says ``told`` within seconds of the death of its peer, which comes before the peer's ``message``-th message."""
+
+    def started(end: str) -> subprocess.Popen[str]:
+        words = [str(_SCRIPT), end, str(folder), devices[end], str(whole_bytes), victim, str(message)]
+        return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+
+    ends = {end: started(end) for end in ENDS}
     dead = ends.pop(victim)
     (left,) = ends.values()
     try:

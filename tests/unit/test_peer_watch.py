@@ -75,6 +75,11 @@ def test_the_reason_is_told_whatever_was_made_of_the_bytes(group, watch):
         misread()
 
 
+def test_a_message_that_breaks_before_the_thread_looks_has_its_reason(watch):
+    with pytest.raises(EngineError, match="the trainer died"), watch.during(fail):
+        raise RuntimeError("connection reset by peer")
+
+
 def test_nothing_of_a_lost_wait_is_kept(group, watch):
     kept: list[weakref.ref] = []
 
