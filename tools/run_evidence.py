@@ -82,6 +82,11 @@ def without_paths(line: str) -> str:
     return line
 
 
+def _python_path() -> str:
+    """The checkout before all else: where the package is not installed, processes of a job's own find it too."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def run_job(name: str, command: str, out: Path) -> int:
     """Exit status of ``command``, run in the checkout; its output is in ``out/name.log``."""
     started = time.monotonic()
@@ -98,7 +103,7 @@ def run_job(name: str, command: str, out: Path) -> int:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OUT": str(out)},
+            env={**os.environ, "OUT": str(out), "PYTHONPATH": _python_path()},
         )
         assert process.stdout is not None
         for line in process.stdout:

@@ -76,6 +76,12 @@ def test_the_folder_of_the_logs_can_be_named_in_a_command(tmp_path):
     assert (tmp_path / "file").read_text() == "here"
 
 
+def test_processes_of_a_job_find_the_package_where_it_is_not_installed(tmp_path):
+    """Without ``site`` nothing that is installed is found, an editable checkout neither."""
+    child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-S', '-c', 'import e2e_fp8'], cwd='/'))"
+    assert run_evidence.run_job("job", f"python -c {shlex.quote(child)}", tmp_path) == 0, (tmp_path / "job.log").read_text()
+
+
 def test_unknown_jobs_are_refused_before_anything_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, "tools/run_evidence.py", "--out", str(tmp_path / "out"), "doctor", "nonsense"],
