@@ -33,8 +33,6 @@ word's position in its tensor, slot of the sums, first block."""
 _WIDE, _NARROW, _BYTES = (1, 8192), (128, 64), 1024
 """Words a block works on: (rows, words of a row), or words."""
 _WARPS = 8
-_GRAPH_FROM = 2
-"""So many starts of a plan come before it is captured as a CUDA graph: five launches take the CPU half a millisecond, a graph none."""
 
 
 @triton.jit
@@ -124,21 +122,12 @@ def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[
             # Tables and zeros come from this stream; a later one that starts the kernels does not wait for it.
             torch.cuda.current_stream().synchronize()
 
-    def begin() -> None:
-        sums.zero_()
-        for launch in launches:
-            launch()
-        found.copy_(sums, non_blocking=True)
-
-    starts, replay = 0, begin
-
     def start() -> Callable[[], np.ndarray]:
-        nonlocal starts, replay
         with guard:
-            if on_gpu and starts == _GRAPH_FROM:
-                replay = _captured(begin)
-            starts += 1
-            replay()
+            sums.zero_()
+            for launch in launches:
+                launch()
+            found.copy_(sums, non_blocking=True)
             over = torch.cuda.current_stream().record_event() if on_gpu else None
 
         def lane_sums() -> np.ndarray:
@@ -149,19 +138,6 @@ def prepared_sums(described: Sequence[Rows], device: torch.device) -> Callable[[
         return lane_sums
 
     return start
-
-
-def _captured(begin: Callable[[], None]) -> Callable[[], None]:
-    """What ``begin``, which has run before, gives the current stream, as one launch; nothing is waited for."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # other threads go on with calls that no capture allows
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            begin()
-        finally:
-            graph.capture_end()
-    return graph.replay
 
 
 def _grouped(described: Sequence[Rows]) -> dict[str, list[tuple[int, ...]]]:

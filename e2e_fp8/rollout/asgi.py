@@ -26,7 +26,7 @@ def version_to_compare(fields: Mapping[str, Any]) -> int | None:
     """The policy version of an ``UpdateStep`` that names a channel, if its trainer is going to compare bytes."""
     try:
         return int(fields["policy_version"]) if fields["compare"] and isinstance(fields["channel"], str) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         # refused by the workers
         return None
 

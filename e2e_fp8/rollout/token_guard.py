@@ -81,9 +81,10 @@ class TokenGuard:
             await self._app(scope, receive, send)
         else:
             seen: list[int] = []
+            turn = self._turn
             with self._may_change():
                 await self._app(scope, receive, with_status(send, seen))
-            if scope["path"] == FINISH_ROUTE and seen == [200]:
+            if scope["path"] == FINISH_ROUTE and seen == [200] and turn == self._turn and not self._updating:
                 # whole weights of somebody who compares nothing
                 self._uncompared = {}
 
@@ -129,15 +130,11 @@ class TokenGuard:
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
         version = version_to_compare(fields)
-        is_new = version is not None and version not in self._uncompared
-        if version is not None:
-            # the word of who wrote it before counts until this step has written
-            self._uncompared.setdefault(version, fields["channel"])
         self._turn += 1
         self._updating += 1
         self._armed = announced
         try:
-            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn, is_new=is_new))
+            results = await _while_alive(engine, self._step(engine, mode, step, fields, version, turn=self._turn))
         except Exception as error:
             # the workers' own, or the end of the engine
             await refuse_request(scope, send, 500, str(error))
@@ -145,23 +142,28 @@ class TokenGuard:
         await answer_request(send, 200, {"results": results})
 
     async def _step(
-        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int, is_new: bool
+        self, engine: Any, mode: str | None, step: str, fields: Mapping[str, Any], version: int | None, *, turn: int
     ) -> list[dict[str, Any]]:
         """What every worker answers to a step that has been counted; over for the guard when the answer is here.
 
         Whoever waits for this to return runs later, perhaps after a client that was told what the engine answered next. ``version``: what
-        its trainer is going to compare; ``is_new``: it was not among those that are to be compared.
+        its trainer is going to compare: until the answer is here, the word of who wrote it before counts.
         """
         announced, resume = bool(fields.get("flags")), bool(fields.get("resume"))
         try:
             with self._may_change():
                 calls = self._calls
-                if mode is None:
-                    results = await engine.collective_rpc("weight_update", args=(step,))
-                else:
-                    results = await self._paused_call(engine, mode, step, announced=announced, resume=resume)
-                if version is not None and fields.get("begin", True) and not _came_to_nothing(results):
-                    self._uncompared[version] = fields["channel"]
+                try:
+                    if mode is None:
+                        results = await engine.collective_rpc("weight_update", args=(step,))
+                    else:
+                        results = await self._paused_call(engine, mode, step, announced=announced, resume=resume)
+                except BaseException:
+                    # it may have written
+                    self._mark(version, fields)
+                    raise
+                if not _came_to_nothing(results):
+                    self._mark(version, fields)
                 if resume and all(map(is_whole, results)):
                     if mode is None and turn == self._turn:
                         # with a pause the core has done that
@@ -175,19 +177,22 @@ class TokenGuard:
             if announced:
                 self._armed = False
         if turn == self._turn:
-            self._note_written(version, results, is_new=is_new)
+            self._note_written(version, results)
         states = [result["state"] for result in results if "state" in result]
         if len(states) == len(results) and calls == self._calls:
             # No other call began meanwhile.
             self._told = _merged(states)
         return results
 
-    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]], *, is_new: bool) -> None:
+    def _mark(self, version: int | None, fields: Mapping[str, Any]) -> None:
+        """From now on the word of this step's trainer counts for ``version``: it has begun to write it."""
+        if version is not None and (fields.get("begin", True) or version not in self._uncompared):
+            self._uncompared[version] = fields["channel"]
+
+    def _note_written(self, version: int | None, results: Sequence[Mapping[str, Any]]) -> None:
         """What is left to compare after the last step that came: of whole weights themselves, otherwise also of those before."""
         if all(map(is_whole, results)):
             self._uncompared = {v: channel for v, channel in self._uncompared.items() if v == version}
-        elif version is not None and is_new and _came_to_nothing(results):
-            self._uncompared.pop(version, None)
 
     def _go_on(self, version: int | None, patience_s: float, state: dict[str, Any] | None) -> None:
         """Admit requests again, ``state`` being that of the new weights if it is known; where bytes of ``version`` are still to be
@@ -378,7 +383,7 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _came_to_nothing(results: Sequence[Mapping[str, Any]]) -> bool:
     """Whether no worker has written anything."""
-    return all(result.get("unprepared") or result.get("disarmed") for result in results)
+    return all(result.get("unprepared") or result.get("disarmed") or result.get("untouched") for result in results)
 
 
 async def _while_alive(engine: Any, call: Awaitable[Any]) -> Any:

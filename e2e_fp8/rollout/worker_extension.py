@@ -50,8 +50,9 @@ class WorkerExtension:
         only begun, for :meth:`sealed_receipt`.
         ``unprepared``: nothing was done, because these tensors or this channel are not known; call ``prepare_update`` and
         ``init_weight_transfer_engine`` first. A step with ``flags`` waits for the trainer's word before anything is marked or written;
-        ``disarmed`` says why it did not come.
+        ``disarmed`` says why it did not come. ``error``: a sentence, with ``untouched`` whether whole weights are what they were.
         """
+        before = self.weight_state()
         try:
             transfer, wanted = _transfer(self), UpdateStep.from_json(step)
             if not transfer.is_prepared(wanted):
@@ -74,7 +75,7 @@ class WorkerExtension:
                 answer |= transfer.sealed_receipt()
                 answer["receipt_seconds"] = time.perf_counter() - finished
         except UserError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "untouched": not before["refusal"] and self.weight_state() == before}
         return answer
 
     def _written(self, step: UpdateStep) -> None:

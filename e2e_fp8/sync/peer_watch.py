@@ -8,13 +8,17 @@ waits while the queue is full. Aborting the group from another thread ends the m
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from weakref import WeakMethod
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import EngineError, UserError
+from e2e_fp8.sync.background import in_background
 
 CHECK_S = 0.2
 """Between two looks."""
+_REASON_S = 1.0
+"""How long the reason of a broken message is asked for: a peer that was stopped does not answer."""
 
 
 class PeerWatch:
@@ -50,8 +54,13 @@ class PeerWatch:
         try:
             yield
         except Exception as error:
-            # what the library says of an aborted or broken message, or what was made of its bytes; why it broke says more
-            lost = self._leave() or (_raised_by(check) if isinstance(error, RuntimeError) else None)
+            lost = self._leave()
+            if isinstance(error, UserError) and not isinstance(error, EngineError):
+                # a refusal of this rank's own
+                raise
+            # what the library says of an aborted or broken message; why it broke says more
+            if lost is None and isinstance(error.__cause__ or error, RuntimeError):
+                lost = _raised_by(check)
             if lost is None or lost is error:
                 raise
             raise lost from error
@@ -64,7 +73,7 @@ class PeerWatch:
         """End the wait, once; why it was lost."""
         with self._lock:
             lost, self._lost, self._check = self._lost, None, None
-            self._lost_before = self._lost_before or ("" if lost is None else str(lost))
+            self._lost_before = self._lost_before or ("" if lost is None else str(lost) or repr(lost))
             return lost
 
     def progress(self) -> None:
@@ -114,8 +123,9 @@ class PeerWatch:
 
 
 def _raised_by(check: Callable[[], None]) -> EngineError | None:
-    try:
-        check()
-    except EngineError as error:
-        return error
-    return None
+    """What ``check`` finds within :data:`_REASON_S`."""
+    found = in_background(check)
+    if not wait([found], _REASON_S).done:
+        return None
+    error = found.exception()
+    return error if isinstance(error, EngineError) else None

@@ -6,7 +6,8 @@ The only place where the ``nccl`` transport depends on the device. Rank 0 is the
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Self
 
@@ -19,6 +20,8 @@ from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.peer_watch import PeerWatch
 
 _ALIVE = "trainer"
+_TELL_S = 2.0
+"""How long a rank that leaves tries to say so."""
 _ARRIVED = "arrived"
 _GIVEN_UP = "given_up"
 """Note of a rank that left before all was sent."""
@@ -32,6 +35,7 @@ class BroadcastGroup:
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._device = store, device
         self._peers = PeerWatch(self.abort, timeout_s=timeout_s)
+        self._is_left = False
         self._met: set[int | None] = set()
         """Ranks with which a message was begun; None for all."""
         self._group: Any
@@ -97,25 +101,31 @@ class BroadcastGroup:
         for :meth:`order` and :meth:`finish`."""
         options = BroadcastOptions()
         options.rootRank = 0
-        return self._begun(lambda: self._group.broadcast([buffer], options), None)
+        return self._begun(lambda message: self._group.broadcast([message], options), buffer, None)
 
-    def _begun(self, start: Callable[[], Any], rank: int | None) -> Any:
-        """``start`` a message with ``rank``, or with all. NCCL connects at the first one, for as long as the other takes to come, and is
-        not to be aborted meanwhile: in a thread, which is left behind when the watch or the time limit ends the wait."""
-        if self._device.type != "cuda" or rank in self._met:
-            return start()
-        stream = torch.cuda.current_stream(self._device)
+    def _begun(self, start: Callable[[torch.Tensor], Any], message: torch.Tensor, rank: int | None) -> Any:
+        """``start`` a message with ``rank``, or with all; both ends alike, since the first has one of no meaning before it."""
+        if self._device.type == "cuda" and rank not in self._met:
+            self._meet(lambda: start(torch.zeros(1, dtype=message.dtype, device=self._device)))
+            self._met.add(rank)
+        return start(message)
 
-        def connect() -> Any:
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                return start()
+    def _meet(self, greet: Callable[[], Any]) -> None:
+        """NCCL connects at the first message, for as long as the other end takes to come, and cannot be aborted meanwhile: in a thread,
+        which is left behind when the watch or the time limit ends the wait. The first message is ``greet``, so that one that comes too
+        late is sent nothing that counts."""
+
+        def connect() -> None:
+            with torch.cuda.device(self._device):
+                greet()
+            if self._is_left:
+                self._group.abort()
 
         connecting = in_background(connect)
         while not connecting.done():
             self._peers.look()
             time.sleep(1e-3)
-        self._met.add(rank)
-        return connecting.result()
+        connecting.result()
 
     def order(self, work: Any) -> None:
         """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
@@ -127,6 +137,8 @@ class BroadcastGroup:
             while not work.is_completed():
                 self._peers.look()
                 time.sleep(2e-5)
+            # one that was aborted counts as completed, too
+            self._peers.look()
             self._peers.progress()
         work.wait()
 
@@ -146,13 +158,15 @@ class BroadcastGroup:
 
     def give_up(self) -> None:
         """Leave the group; ranks that wait for this one are told."""
-        with suppress(RuntimeError):
-            self._store.set(_GIVEN_UP, "1")
+        told = in_background(lambda: self._store.set(_GIVEN_UP, "1"))
+        # a store whose host was stopped does not answer
+        wait([told], _TELL_S)
         self.abort()
 
     def abort(self) -> None:
         """End outstanding broadcasts and leave the group; the others see an error, never half a message. From any thread."""
         self._peers.end()
+        self._is_left = True
         if self._device.type == "cuda":
             self._group.abort()
         else:
@@ -176,18 +190,18 @@ class PairGroup(BroadcastGroup):
 
     def send(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start sending ``buffer`` (uint8) to ``rank``; call the result before the buffer is written again."""
-        return self._started(lambda: self._group.send([buffer], rank, 0), rank)
+        return self._started(lambda message: self._group.send([message], rank, 0), buffer, rank)
 
     def receive(self, buffer: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start receiving the next message of ``rank`` into ``buffer`` (uint8); call the result before it is read."""
-        return self._started(lambda: self._group.recv([buffer], rank, 0), rank)
+        return self._started(lambda message: self._group.recv([message], rank, 0), buffer, rank)
 
     def smallest(self, values: list[int]) -> list[int]:
         """Of each value (64-bit, signed) the smallest of all ranks. Raises EngineError when a rank is gone."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MIN  # pyright: ignore[reportAttributeAccessIssue]
-        self._started(lambda: self._group.allreduce([tensor], options), None)()
+        self._started(lambda message: self._group.allreduce([message], options), tensor, None)()
         return tensor.tolist()
 
     def check_peers(self) -> None:
@@ -196,7 +210,7 @@ class PairGroup(BroadcastGroup):
         if self.also is not None:
             self.also()
 
-    def _started(self, start: Callable[[], Any], rank: int | None) -> Callable[[], None]:
+    def _started(self, start: Callable[[torch.Tensor], Any], message: torch.Tensor, rank: int | None) -> Callable[[], None]:
         """Start a call of the library; a call that blocks until it is done. Both raise EngineError when it cannot be."""
 
         def guarded[T](step: Callable[[], T]) -> T:
@@ -206,7 +220,7 @@ class PairGroup(BroadcastGroup):
                 who = "A rank" if rank is None else f"Rank {rank}"
                 raise EngineError(f"{who} of the weight transfer died or hangs; the weights are incomplete: transfer again.") from error
 
-        work = guarded(lambda: self._begun(start, rank))
+        work = guarded(lambda: self._begun(start, message, rank))
         return lambda: guarded(lambda: self.finish(work))
 
 

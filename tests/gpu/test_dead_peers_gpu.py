@@ -1,6 +1,7 @@
 """A peer that dies in an update over NCCL: before the ends are connected, and while the other one packs or unpacks for the first time."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,31 @@ def test_an_update_ends_when_one_end_of_it_dies(tmp_path, victim):
     check_dead_peer(tmp_path, victim, 3, devices={"sender": "cuda:0", "receiver": "cuda:1"}, whole_bytes=256 << 20, told=TOLD[victim])
 
 
-def test_messages_of_a_group_of_one_keep_the_order_of_the_callers_stream():
-    """The first of them is begun by another thread."""
+class Recorded:
+    """A process group whose broadcasts are written down: elements, stream and thread of each."""
+
+    def __init__(self, group) -> None:
+        self.group, self.calls = group, []
+
+    def broadcast(self, tensors, options):
+        self.calls.append((tensors[0].numel(), torch.cuda.current_stream().cuda_stream, threading.get_ident()))
+        return self.group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+
+def test_ends_greet_each_other_in_a_thread_and_messages_are_the_callers():
+    """In a group of one, which one GPU has room for."""
     device = torch.device("cuda", 0)
     _, join = BroadcastGroup.listen("127.0.0.1", 1, device=device, timeout_s=60)
-    group, message = join(), torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    group, message = join(), torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    recorded = group._group = Recorded(group._group)
     with torch.cuda.stream(torch.cuda.Stream()), group.watched(lambda: None):
-        for turn in range(1, 4):
-            message.fill_(turn)
-            work = group.broadcast(message)
-            group.order(work)
-            copy = message.clone()
-            group.finish(work)
-            assert bool((copy == turn).all())
+        own = message.numel(), torch.cuda.current_stream().cuda_stream, threading.get_ident()
+        for _ in range(3):
+            group.finish(group.broadcast(message))
+    (elements, _, thread), *rest = recorded.calls
+    assert (elements, rest) == (1, [own] * 3)
+    assert thread != own[2]
     group.abort()

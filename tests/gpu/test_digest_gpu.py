@@ -2,7 +2,6 @@
 
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from references.digest_reference import digest_of_tensor
 
 from e2e_fp8.numerics.arriving_digests import ArrivingDigests
-from e2e_fp8.numerics.digest import DigestPlan, tensor_digest, tensor_digests
+from e2e_fp8.numerics.digest import tensor_digest, tensor_digests
 from e2e_fp8.sync.copies import CopyPlan
 
 pytestmark = pytest.mark.gpu
@@ -90,35 +89,6 @@ def test_large_strided_rows_are_read_in_place():
 def test_repeated_digests_are_equal():
     x = random_bytes(GIB // 4)
     assert len({tensor_digest(x) for _ in range(50)}) == 1
-
-
-def test_a_plan_that_starts_again_reads_the_bytes_of_then_on_the_stream_of_then():
-    """From the third time on it is a captured graph; another thread allocates while it is captured."""
-    tensors = [random_bytes(size) for size in (1, 17, 4099, 65_536, 1 << 20, (1 << 20) + 48)]
-    tensors += [random_bytes(203, 77)[:, 1:65], random_bytes(300, 256)[:, :128]]
-    plan, beside, over = DigestPlan(tensors), torch.cuda.Stream(), threading.Event()
-
-    def allocate() -> None:
-        while not over.is_set():
-            torch.empty(32 << 20, dtype=torch.uint8, device="cuda").fill_(1)
-            torch.cuda.empty_cache()
-
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    try:
-        for turn in range(8):
-            for tensor in tensors:
-                tensor.random_(0, 256)
-            stream = beside if turn % 2 else torch.cuda.current_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                began = time.perf_counter()
-                digests = plan.start()
-                print(f"start {turn}: {1e3 * (time.perf_counter() - began):.3f} ms of the CPU")
-            assert digests().tolist() == [digest_of_tensor(tensor) for tensor in tensors]
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_devices_can_be_mixed_in_one_call():

@@ -210,12 +210,12 @@ class DyingGroup(PairGroup):
 
     messages = 0
 
-    def _started(self, start, rank):
+    def _started(self, start, message, rank):
         if rank is not None:
             self.messages += 1
             if self.messages > 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super()._started(start, rank)
+        return super()._started(start, message, rank)
 
 
 def device_of(case: dict) -> torch.device:

@@ -26,8 +26,8 @@ class Engine:
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: bool(self.requests))
         self.renderer = SimpleNamespace(mm_processor_cache=None)
         self.engine_core, self.errored, self.refusal = self, False, ""
-        self.refused = self.unprepared = False
-        """Whether workers refuse the next steps of updates, or know nothing of them."""
+        self.refused = self.unprepared = self.untouched = False
+        """Whether workers refuse the next steps of updates, or know nothing of them, or refuse them with their weights as they were."""
         self.is_paused_s = 0.0
         self.one_call = asyncio.Lock()
         """A core takes one call after another."""
@@ -78,6 +78,8 @@ class Engine:
     def written(self, step: str) -> list[dict[str, Any]]:
         if self.refused:
             return [{"error": "no such update"}]
+        if self.untouched:
+            return [{"error": "no such shape", "untouched": True}]
         if self.unprepared:
             return [{"unprepared": True}]
         self.version, self.refusal = json.loads(step)["policy_version"], ""

@@ -208,21 +208,82 @@ def test_a_step_that_names_no_channel_or_version_takes_no_word_away(fields, serv
     serve(scenario)
 
 
+def with_verbs(server: Server, *, status: int = 200, version: int = 6, finish_s: float = 0.0) -> None:
+    """Have the server finish updates by vLLM's own verb, as ``version``."""
+    generate = server.guard._app
+
+    async def application(scope, receive, send) -> None:
+        if scope["path"] != "/finish_weight_update":
+            await generate(scope, receive, send)
+            return
+        if status == 200:
+            server.engine.version, server.engine.refusal = version, ""
+        await asyncio.sleep(finish_s)
+        await answer_request(send, status, {})
+
+    server.guard._app = application
+
+
 @pytest.mark.parametrize("status", [200, 500])
 def test_whole_weights_by_vllms_verbs_need_nobodys_word(status, serve):
     async def scenario(server: Server) -> None:
         await update(server, 5, channel="writer", resume=False)
-        generate = server.guard._app
-
-        async def application(scope, receive, send) -> None:
-            if scope["path"] == "/finish_weight_update":
-                await answer_request(send, status, {})
-            else:
-                await generate(scope, receive, send)
-
-        server.guard._app = application
+        with_verbs(server, status=status)
         assert (await server.call("/finish_weight_update")).status == status
         assert (await server.call("/resume")).status == (200 if status == 200 else 409)
+        if status == 200:
+            assert (await server.call("/generate")).check() == "6"
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_verb_that_is_answered_late_takes_no_mark_of_a_later_update_away(resume, serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="writer", resume=False)
+        with_verbs(server, finish_s=0.2)
+        finishing = asyncio.create_task(server.call("/finish_weight_update"))
+        await asyncio.sleep(0.02)
+        await update(server, 8, channel="later", resume=resume)
+        assert (await finishing).status == 200
+        assert (await server.call("/resume")).status == 409
+        assert (await server.compared(8, "later")).status == 200
+        assert (await server.call("/generate")).check() == "8"
+
+    serve(scenario)
+
+
+def test_a_step_that_failed_after_it_wrote_takes_the_word(serve):
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="first", resume=False)
+        call = server.engine.call_utility_async
+
+        async def failing(*args):
+            await call(*args)
+            raise RuntimeError("a digest could not be begun")
+
+        server.engine.call_utility_async = failing
+        assert (await server.call("/weight_update?pause=wait", step(5, channel="second", resume=False))).status == 500
+        assert (await server.compared(5, "first")).status == 409
+
+    serve(scenario)
+
+
+def test_steps_that_wrote_nothing_leave_no_mark(serve):
+    """Two at once that the workers do not know, one whose version is no number, one that is refused before anything is written."""
+
+    async def scenario(server: Server) -> None:
+        await update(server, 5, channel="writer", resume=False)
+        assert (await server.compared(5, "writer")).status == 200
+        server.engine.unprepared = True
+        steps = [asyncio.create_task(server.call("/weight_update?pause=wait", step(5, channel=name, resume=False))) for name in "ab"]
+        assert [(await each).status for each in steps] == [200, 200]
+        server.engine.unprepared, server.engine.untouched = False, True
+        for version in (5, float("inf")):
+            assert (await server.call("/weight_update?pause=wait", step(version, channel="c", resume=False))).status == 200
+        server.engine.untouched = False
+        assert (await server.call("/resume")).status == 200
+        assert (await server.call("/generate")).check() == "5"
 
     serve(scenario)
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import EngineError, LayoutError, UserError
 from e2e_fp8.sync import peer_watch
 from e2e_fp8.sync.peer_watch import PeerWatch
 
@@ -66,18 +66,63 @@ def test_what_is_lost_stays_lost(group, watch):
         raise AssertionError("not reached")
 
 
-def test_the_reason_is_told_whatever_was_made_of_the_bytes(group, watch):
-    def misread() -> None:
+@pytest.mark.parametrize(("error", "told"), [(ValueError("no number"), "the trainer died"), (LayoutError("its shape"), "its shape")])
+def test_the_reason_is_told_unless_this_rank_refuses_itself(group, watch, error, told):
+    def ends() -> None:
         group.wait()
-        raise ValueError("an aborted message is no number")
+        raise error
+
+    with pytest.raises(UserError, match=told), watch.during(fail):
+        ends()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_message_that_breaks_before_the_thread_looks_has_its_reason(watch, wraps):
+    def breaks() -> None:
+        broken = RuntimeError("connection reset by peer")
+        if wraps:
+            raise EngineError("Rank 1 died or hangs.") from broken
+        raise broken
 
     with pytest.raises(EngineError, match="the trainer died"), watch.during(fail):
-        misread()
+        breaks()
 
 
-def test_a_message_that_breaks_before_the_thread_looks_has_its_reason(watch):
+def test_a_broken_message_does_not_wait_for_a_peer_that_does_not_answer(watch):
+    hangs, began = threading.Event(), time.monotonic()
+    with pytest.raises(RuntimeError, match="out of memory"), watch.during(lambda: hangs.wait(30)):
+        raise RuntimeError("out of memory")
+    assert time.monotonic() - began < 10
+    hangs.set()
+
+
+def test_a_loss_without_words_is_one_too(group, watch):
+    def fail_silently() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError), watch.during(fail_silently):
+        group.wait()
+    with pytest.raises(EngineError, match="TimeoutError"), watch.during(lambda: None):
+        raise AssertionError("not reached")
+
+
+class SlowToEnd(Blocking):
+    """Its messages end at once when it is aborted, and the abort itself later."""
+
+    over = False
+
+    def abort(self) -> None:
+        super().abort()
+        time.sleep(0.5)
+        self.over = True
+
+
+def test_who_waited_goes_on_only_when_the_group_has_been_left():
+    group = SlowToEnd()
+    watch = PeerWatch(group.abort, timeout_s=60)
     with pytest.raises(EngineError, match="the trainer died"), watch.during(fail):
-        raise RuntimeError("connection reset by peer")
+        group.wait()
+    assert group.over
 
 
 def test_nothing_of_a_lost_wait_is_kept(group, watch):
