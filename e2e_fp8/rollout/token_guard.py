@@ -77,16 +77,13 @@ class TokenGuard:
             await self._resume(scope, send)
         elif (scope["method"], scope["path"]) == ("POST", METHOD_ROUTE):
             await self._worker_call(scope, receive, send)
+        elif (scope["method"], scope["path"]) == ("POST", FINISH_ROUTE):
+            await self._finish(scope, receive, send)
         elif scope["path"] not in CONTROL_ROUTES:
             await self._app(scope, receive, send)
         else:
-            seen: list[int] = []
-            turn = self._turn
             with self._may_change():
-                await self._app(scope, receive, with_status(send, seen))
-            if scope["path"] == FINISH_ROUTE and seen == [200] and turn == self._turn and not self._updating:
-                # whole weights of somebody who compares nothing
-                self._uncompared = {}
+                await self._app(scope, receive, send)
 
     @contextmanager
     def _may_change(self) -> Iterator[None]:
@@ -97,6 +94,14 @@ class TokenGuard:
             yield
         finally:
             self._told = None
+
+    async def _finish(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As vLLM's route does; afterwards nothing is to be compared, unless another update has come meanwhile."""
+        seen, turn = list[int](), self._turn
+        with self._may_change():
+            await self._app(scope, receive, with_status(send, seen))
+        if seen == [200] and turn == self._turn and not self._updating:
+            self._uncompared = {}
 
     async def _worker_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await body_of(receive)
@@ -123,9 +128,8 @@ class TokenGuard:
         announced = bool(fields.get("flags"))
         if self._armed or (announced and self._updating):
             # it began while this body was read, or the workers are needed for its next step
-            await refuse_request(
-                scope, send, 409, _ARMED if self._armed else "Another weight update is under way: it cannot be announced before."
-            )
+            why = _ARMED if self._armed else "Another weight update is under way: it cannot be announced before."
+            await refuse_request(scope, send, 409, why)
             return
         # its weights may be about to go
         self._end_comparison("another update came before its trainer had said that it compared bytes")
@@ -195,8 +199,7 @@ class TokenGuard:
             self._uncompared = {v: channel for v, channel in self._uncompared.items() if v == version}
 
     def _go_on(self, version: int | None, patience_s: float, state: dict[str, Any] | None) -> None:
-        """Admit requests again, ``state`` being that of the new weights if it is known; where bytes of ``version`` are still to be
-        compared, no answer leaves before that."""
+        """Admit requests again, ``state`` being the new weights' if it is known; answers wait where ``version`` is still to be compared."""
         if version is not None:
             self._comparison = Comparison(version, patience_s, self._too_late)
         self._state = state

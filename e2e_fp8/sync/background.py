@@ -37,6 +37,12 @@ class Background:
             del given
 
 
+def raise_failure(future: Future) -> None:
+    """What ``future`` has ended with, if that is an error; nothing while it has not ended."""
+    if future.done():
+        future.result()
+
+
 def _fill[T](future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())

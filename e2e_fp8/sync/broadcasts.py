@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync.background import raise_failure
 from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, lying, packing, views
 from e2e_fp8.sync.copies import CopyPlan
 from e2e_fp8.sync.process_group import BroadcastGroup
@@ -78,12 +79,8 @@ class NcclSender:
         with ThreadPoolExecutor(1) as poster:
             posted = poster.submit(announce, self.whole_update(manifest), first=True, last=True)
 
-            def check() -> None:
-                if posted.done():
-                    posted.result()
-
             try:
-                with group.watched(check), _side_stream(self._device):
+                with group.watched(lambda: raise_failure(posted)), _side_stream(self._device):
                     for work in self._start_all(group, manifest, tensors):
                         group.finish(work)
             except RuntimeError as error:
@@ -219,8 +216,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 def _join_or_refusal(join: Callable[..., BroadcastGroup], posted: Future) -> BroadcastGroup:
     """The joined group; when the engine refuses, its sentence at once."""
     try:
-        return join(lambda: posted.result() if posted.done() else None)
+        return join(lambda: raise_failure(posted))
     except RuntimeError as error:
-        if posted.done():
-            posted.result()
+        raise_failure(posted)
         raise EngineError(f"The rollout engine did not join the trainer's process group ({error}).") from error

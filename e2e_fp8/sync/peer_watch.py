@@ -92,6 +92,11 @@ class PeerWatch:
         """Look no more."""
         self._ended.set()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether :meth:`end` was called."""
+        return self._ended.is_set()
+
     def _is_late(self) -> bool:
         return time.monotonic() - self._since > self._timeout_s
 

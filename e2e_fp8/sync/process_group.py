@@ -35,7 +35,6 @@ class BroadcastGroup:
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._device = store, device
         self._peers = PeerWatch(self.abort, timeout_s=timeout_s)
-        self._is_left = False
         self._met: set[int | None] = set()
         """Ranks with which a message was begun; None for all."""
         self._group: Any
@@ -118,7 +117,7 @@ class BroadcastGroup:
         def connect() -> None:
             with torch.cuda.device(self._device):
                 greet()
-            if self._is_left:
+            if self._peers.has_ended:
                 self._group.abort()
 
         connecting = in_background(connect)
@@ -166,7 +165,6 @@ class BroadcastGroup:
     def abort(self) -> None:
         """End outstanding broadcasts and leave the group; the others see an error, never half a message. From any thread."""
         self._peers.end()
-        self._is_left = True
         if self._device.type == "cuda":
             self._group.abort()
         else:

@@ -20,6 +20,7 @@ from e2e_fp8.layout.families import HfTensor
 from e2e_fp8.layout.plan import Plan
 from e2e_fp8.layout.tiles import scale_shape
 from e2e_fp8.numerics.digest import tensor_digests
+from e2e_fp8.sync.background import raise_failure
 from e2e_fp8.sync.buckets import DTYPES, UpdateManifest, plan_update
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.engine_receipt import decode_digests
@@ -181,9 +182,9 @@ class RankPublisher:
             posted: Future | None = None
             if self._rank == 0:
                 update = {"buckets": list(range(len(manifest.buckets))), "turn": self._turn}
-                how: dict[str, Any] = {"first": True, "last": True, "in_flight": in_flight, "compare": receipt}
-                posted = poster.submit(self._root.announce, manifest, update, **how)
-            group.also = None if posted is None else lambda: _raise_failure(posted)
+                announce = self._root.announce
+                posted = poster.submit(announce, manifest, update, first=True, last=True, in_flight=in_flight, compare=receipt)
+            group.also = None if posted is None else lambda: raise_failure(posted)
             try:
                 self._on_root(lambda: self._wait_for_engine(posted, group))
                 report = send(
@@ -234,7 +235,7 @@ class RankPublisher:
                 if join is None:
                     group = PairGroup.join(self._host, place["port"], self._rank, size, **options)
                 else:
-                    group = join(lambda: None if posted is None else _raise_failure(posted))
+                    group = join(lambda: None if posted is None else raise_failure(posted))
             except EngineError as error:
                 # its frames would keep the rendezvous open
                 failure = error.with_traceback(None)
@@ -305,12 +306,6 @@ class RankPublisher:
         if self._control is not None:
             self._control.close_channel()
         self._forget()
-
-
-def _raise_failure(posted: Future) -> None:
-    """What the server has answered, if that is an error; without it a rank of the engine that died would be waited for."""
-    if posted.done():
-        posted.result()
 
 
 def ready_note(turn: int, engine_rank: int) -> str:

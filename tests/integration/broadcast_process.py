@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.notes import await_note, leave_note
+
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync.broadcasts import NcclReceiver, NcclSender
 from e2e_fp8.sync.buckets import UpdateManifest, plan_update
@@ -45,24 +48,15 @@ def weights(device: torch.device, whole_bytes: int) -> dict[str, torch.Tensor]:
     return large | {f"small.{i}": torch.full((64 + i,), i, dtype=torch.bfloat16, device=device) for i in range(SMALL)}
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 def send(folder: Path, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
     whole = tensors["whole.0"].nbytes
     manifest = plan_update(list(tensors.items()), policy_version=1, max_bytes=2 * whole, alone_bytes=whole)
 
     def init(message: dict[str, Any]) -> None:
-        note = folder / "init"
-        note.with_suffix(".new").write_text(json.dumps({"manifest": manifest.to_json(), "parameters": message["parameters"]}))
-        note.with_suffix(".new").rename(note)
+        leave_note(folder / "init", json.dumps({"manifest": manifest.to_json(), "parameters": message["parameters"]}))
 
     def announce(*_: Any, **__: Any) -> None:
-        wait_for(folder / "dead")
+        await_note(folder / "dead")
         raise EngineError("The rollout server is gone.")
 
     sender = NcclSender(device, engine_ranks=1, host="127.0.0.1", timeout_s=60)
@@ -71,8 +65,7 @@ def send(folder: Path, device: torch.device, tensors: dict[str, torch.Tensor]) -
 
 
 def receive(folder: Path, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
-    wait_for(folder / "init")
-    told = json.loads((folder / "init").read_text())
+    told = json.loads(await_note(folder / "init"))
     manifest = UpdateManifest.from_json(told["manifest"])
     receiver = NcclReceiver(told["parameters"], rank=1, device=device)
     update = {"buckets": list(range(len(manifest.buckets)))}

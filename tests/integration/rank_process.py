@@ -18,7 +18,6 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.notes import await_note, leave_note
 from training_cases import nll, random_batch
 
 from e2e_fp8.config.critic import CriticConfig
@@ -228,14 +229,9 @@ def pair_group(rank: int, case: dict, world: int, out: Path) -> PairGroup:
     device, note = device_of(case), out / "port"
     if rank == 0:
         port, join = kind.listen("127.0.0.1", size, device=device, timeout_s=60)
-        note.with_suffix(".new").write_text(str(port))
-        note.with_suffix(".new").rename(note)
+        leave_note(note, str(port))
         return join()
-    deadline = time.monotonic() + 240
-    while not note.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return kind.join("127.0.0.1", int(note.read_text()), rank, size, device=device, timeout_s=60)
+    return kind.join("127.0.0.1", int(await_note(note)), rank, size, device=device, timeout_s=60)
 
 
 def send_to_engines(engine: MegatronEngine, cfg: Config, case: dict, out: Path) -> None:
