@@ -18,6 +18,7 @@ from e2e_fp8.rollout.environment import NUMERIC_SWITCHES, check_environment
 from e2e_fp8.rollout.live_operators import SAMPLER_CAUSES, live_operators
 from e2e_fp8.rollout.router_gate import engine_precision, live_precision
 from e2e_fp8.rollout.shared_operators import engine_choices
+from e2e_fp8.sync.process_group import nccl_device
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERTS = ".mlp.experts"
@@ -57,9 +58,10 @@ def plan_digest(facts: Mapping[str, Any]) -> str:
 
 def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, Any]:
     """What a worker computes with, as JSON values: ``plan`` (live facts, as :func:`planned_facts`) and ``plan_digest``,
-    ``kernels`` (quantization method and kernel -> number of layers), ``device``, ``device_uuid``, ``capability``,
-    ``environment`` (the switches that change numerics), ``alignment`` (cause -> choice), ``operators`` (what is live, by cause, see
-    :func:`e2e_fp8.rollout.live_operators.live_operators`), ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
+    ``kernels`` (quantization method and kernel -> number of layers), ``device``, ``nccl_device``, see
+    :func:`~e2e_fp8.sync.process_group.nccl_device`, ``capability``, ``environment`` (the switches that change numerics), ``alignment``
+    (cause -> choice), ``operators`` (what is live, by cause, see :func:`e2e_fp8.rollout.live_operators.live_operators`),
+    ``tensor_parallel``, ``kv_cache_dtype``, ``pid`` and versions."""
     plan = _live_plan(model, vllm_config, device)
     cuda = device.type == "cuda"
     index = torch.cuda.current_device() if cuda else 0
@@ -69,7 +71,7 @@ def worker_facts(model: torch.nn.Module, vllm_config: Any, device: torch.device)
         "kernels": dict(sorted(Counter(filter(None, map(_kernel_of, model.modules()))).items())),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(index) if cuda else "cpu",
-        "device_uuid": str(torch.cuda.get_device_properties(index).uuid) if cuda else "",
+        "nccl_device": nccl_device(index) if cuda else "",
         "capability": list(torch.cuda.get_device_capability(index)) if cuda else [],
         "environment": {name: os.environ[name] for name in NUMERIC_SWITCHES if name in os.environ},
         "alignment": engine_choices(vllm_config),

@@ -3,6 +3,7 @@
 The only place where the ``nccl`` transport depends on the device. Rank 0 is the trainer; it owns the rendezvous.
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from e2e_fp8.errors import EngineError
 from e2e_fp8.sync.background import in_background
 from e2e_fp8.sync.peer_watch import PeerWatch
+from e2e_fp8.sync.shared_buffers import device_uuid
 
 _ALIVE = "trainer"
 _TELL_S = 2.0
@@ -220,6 +222,11 @@ class PairGroup(BroadcastGroup):
 
         work = guarded(lambda: self._begun(start, message, rank))
         return lambda: guarded(lambda: self.finish(work))
+
+
+def nccl_device(index: int) -> str:
+    """What NCCL takes for one GPU, of which it refuses two ranks in a group: the UUID, with the host that NCCL_HOSTID names, if it does."""
+    return ", NCCL_HOSTID ".join(filter(None, [device_uuid(index), os.environ.get("NCCL_HOSTID")]))
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -24,6 +24,7 @@ from e2e_fp8.sync.channels import TRANSPORTS, DiskSender, IpcSender, Sender, Wri
 from e2e_fp8.sync.comparisons import Comparisons
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.direct import DirectSender
+from e2e_fp8.sync.process_group import nccl_device
 from e2e_fp8.sync.publish_report import PendingReceipt, PhaseClock, PublishReport, Wish
 from e2e_fp8.sync.receipt import Manifest
 from e2e_fp8.sync.settled import NamedTensors
@@ -117,10 +118,8 @@ class WeightPublisher:
     def _refuse_shared_gpu(self) -> None:
         if self._device.type != "cuda":
             return
-        from e2e_fp8.sync.shared_buffers import device_uuid
-
-        own = device_uuid(self._device.index or 0)
-        if any(worker["device_uuid"] == own for worker in self.workers):
+        own = nccl_device(self._device.index or 0)
+        if any(worker["nccl_device"] == own for worker in self.workers):
             raise ConfigError(f"Trainer and rollout engine share GPU {own}, and NCCL needs one GPU for each rank: use transport ipc.")
 
     def arm(

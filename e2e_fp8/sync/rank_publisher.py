@@ -25,11 +25,10 @@ from e2e_fp8.sync.buckets import DTYPES, UpdateManifest, plan_update
 from e2e_fp8.sync.control import UnpreparedError, UpdateControl
 from e2e_fp8.sync.engine_receipt import decode_digests
 from e2e_fp8.sync.point_to_point import send
-from e2e_fp8.sync.process_group import PairGroup
+from e2e_fp8.sync.process_group import PairGroup, nccl_device
 from e2e_fp8.sync.publish_report import PhaseClock, PublishReport
 from e2e_fp8.sync.receipt import Manifest, TensorRecord, dtype_name
 from e2e_fp8.sync.reshard import outgoing, piece_names
-from e2e_fp8.sync.shared_buffers import device_uuid
 
 CHANNEL = "ranks"
 _POLL_S = 2e-3
@@ -75,7 +74,7 @@ class RankPublisher:
         self._manifest = announced(tensors)
         self._group: PairGroup | None = None
         self._turn = 0
-        gpus = self._from_all(device_uuid(device.index or 0) if device.type == "cuda" else "")
+        gpus = self._from_all(nccl_device(device.index or 0) if device.type == "cuda" else "")
         self._on_root(lambda: self._check_server(gpus))
 
     def _check_server(self, trainer_gpus: Sequence[str]) -> None:
@@ -85,7 +84,7 @@ class RankPublisher:
                 f"The rollout server has {found} ranks, but the plan sends to {wanted}: set rollout.tensor_parallel to {found}."
             )
         for engine_rank, worker in enumerate(self._root.workers):
-            gpu = worker["device_uuid"]
+            gpu = worker["nccl_device"]
             if gpu and gpu in trainer_gpus:
                 raise ConfigError(
                     f"Trainer rank {trainer_gpus.index(gpu)} and rollout rank {engine_rank} share GPU {gpu}, and NCCL refuses two ranks of "

@@ -1,27 +1,26 @@
-"""``sync.transport: ranks`` between GPUs (NCCL): one trainer rank and one engine rank, into plain tensors, a server, and a whole loop."""
+"""``sync.transport: ranks`` between GPUs (NCCL): one trainer rank and one engine rank, into plain tensors, a server, and a whole loop.
+
+Each on a GPU of its own where there are two, see integration/gpus.py.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+from gpus import ENGINE, TRAINER, places
 from rank_cases import Case, rank_environment, start_apart, write_case
 from test_ranks_to_engines import WIDE, check_transfer
-from tiny_runs import command, records, run, train_command
+from tiny_runs import APART, PLAIN, command, records, run, train_command
 
 PROCESS = Path(__file__).with_name("rank_transport_process.py")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: a trainer rank and an engine rank"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("model", [WIDE, WIDE | {"architecture": "qwen3"}], ids=["moe", "dense"])
-def test_rectangles_go_from_one_gpu_to_another(model, tmp_path):
+def test_rectangles_go_from_a_trainer_to_an_engine(model, tmp_path):
     case = Case(world=1, model=model, steps=1, backend="cuda", more={"engines": 1, "max_bytes": 80 << 10})
     write_case(case, tmp_path / "out")
     start_apart(case, tmp_path / "out", engines=1)
@@ -29,7 +28,7 @@ def test_rectangles_go_from_one_gpu_to_another(model, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3"])
-def test_a_server_holds_every_version_of_a_trainer_on_another_gpu(architecture, tmp_path):
+def test_a_server_holds_every_version_of_a_trainer(architecture, tmp_path):
     words = [sys.executable, PROCESS, architecture, "cuda", tmp_path]
     environment = rank_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=350, env=environment)
@@ -40,8 +39,10 @@ def test_a_server_holds_every_version_of_a_trainer_on_another_gpu(architecture, 
 
 @pytest.mark.parametrize("config", ["quickstart", "quickstart_dense"])
 def test_whole_loop_of_one_rank_straight_into_the_engine(config, tmp_path):
-    sets = ["run.backend=cuda", "run.threads=0", "rollout.placement=server", "sync.transport=ranks", "rollout.server_devices='1'"]
-    done = run(train_command(tmp_path, "r", *sets, "rollout.kv_cache_gib=2", "run.steps=3", "run.checkpoint_interval=5", config=config))
+    gpu = places(2)[ENGINE].gpu
+    sets = ["run.backend=cuda", "run.threads=0", "rollout.placement=server", "sync.transport=ranks", f"rollout.server_devices='{gpu}'"]
+    sets += ["rollout.kv_cache_gib=2", "run.steps=3", "run.checkpoint_interval=5"]
+    done = run(train_command(tmp_path, "r", *sets, config=config, program=APART if gpu == TRAINER else PLAIN))
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]
     steps = [step for step in records(tmp_path / "r") if step["phase"] == 1.0]
     assert len(steps) == 3

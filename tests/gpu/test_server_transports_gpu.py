@@ -9,7 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from integration import armed_cases, compared_cases
-from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights
+from integration.gpus import ENGINE, places
+from integration.server_cases import Served, assert_live, case_config, exported, generate, random_weights, shares_publisher
 from integration.test_server_users import teach_and_serve
 
 from e2e_fp8.errors import ByteMismatchError, ConfigError, EngineError
@@ -200,18 +201,19 @@ def test_a_trainer_killed_while_it_compares(served):
 def test_nccl_on_the_engines_own_gpu_is_refused(served):
     with pytest.raises(ConfigError, match=r"share GPU .* use transport ipc"):
         served.publisher("nccl")
+    with pytest.raises(ConfigError, match=r"Trainer rank 0 and rollout rank 0 share GPU .* set rollout.server_devices"):
+        shares_publisher(served.process.url, served.process.token, served.cfg, torch.device("cuda:0"))
 
 
 def test_foreign_transformer_engine_loop_is_served(tmp_path):
     teach_and_serve(tmp_path, "cuda")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3"])
-def test_nccl_between_two_gpus(tmp_path, architecture, monkeypatch):
+def test_nccl_between_two_processes(tmp_path, architecture, monkeypatch):
+    """Each on a GPU of its own where there are two."""
     cfg = case_config(architecture, device="cuda")
-    # the trainer's own too, so that ipc can read its memory from the peer
-    served = Served(cfg, tmp_path, devices="1,0", enforce_eager=False)
+    served = Served(cfg, tmp_path, environ=places(2)[ENGINE].server_environ, enforce_eager=False)
     try:
         publisher = served.publisher("nccl")
         routes = routes_of(publisher)
@@ -242,7 +244,7 @@ def test_two_rollout_ranks_hold_their_parts(tmp_path, transport):
     """The trainer on GPU 0; ipc reads its buffers from peer GPUs, which therefore have to be visible to the server."""
     sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "moe_intermediate_size": 256}
     cfg = case_config("qwen3_moe", device="cuda", tensor_parallel=2, **sizes)
-    served = Served(cfg, tmp_path, devices="1,2" if transport == "nccl" else "1,2,0")
+    served = Served(cfg, tmp_path, environ={"CUDA_VISIBLE_DEVICES": "1,2" if transport == "nccl" else "1,2,0"})
     try:
         for version in (1, 2):
             weights = random_weights(cfg, 30 + version)

@@ -7,28 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.gpus import ENGINE, places
 from integration.server_cases import Served, case_config
 from integration.torn_cases import PHASES, check_server_killed, check_trainer_killed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-TWO_GPUS = torch.cuda.device_count() >= 2
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """On GPU 1 where there are two; it sees the trainer's GPU 0 too, whose memory ``ipc`` reads."""
-    served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), devices="1,0" if TWO_GPUS else None)
+    """On GPU 1 where there are two."""
+    served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), environ=places(2)[ENGINE].server_environ)
     yield served
     served.process.close()
-
-
-def needs_gpus(transport: str) -> None:
-    """``nccl`` and ``ranks`` refuse two processes on one GPU."""
-    if transport in ("nccl", "ranks") and not TWO_GPUS:
-        pytest.skip("needs two GPUs: a trainer and an engine")
 
 
 @pytest.mark.xdist_group("trainer_killed")
@@ -41,7 +34,6 @@ def needs_gpus(transport: str) -> None:
     ],
 )
 def test_trainer_killed(served, transport, phase, version):
-    needs_gpus(transport)
     check_trainer_killed(served, transport, phase, version)
 
 
@@ -53,5 +45,4 @@ def test_trainer_killed(served, transport, phase, version):
     ],
 )
 def test_server_killed(served, transport, phase, version):
-    needs_gpus(transport)
     check_server_killed(served, transport, phase, version)

@@ -1,27 +1,33 @@
 """An end of the ``nccl`` transport whose peer dies in the middle of an update: what the tests of both devices check."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from integration.gpus import places
+
 ENDS = ("sender", "receiver")
 _SCRIPT = Path(__file__).with_name("broadcast_process.py")
 
 
-def check_dead_peer(folder: Path, victim: str, message: int, *, devices: dict[str, str], whole_bytes: int, told: str) -> None:
+def check_dead_peer(folder: Path, victim: str, message: int, *, on_gpus: bool = False, whole_bytes: int, told: str) -> None:
     """The other end says ``told`` within seconds of the death of its peer, which comes before the peer's ``message``-th message."""
+    own = dict(zip(ENDS, places(len(ENDS)), strict=True))
 
     def started(end: str) -> subprocess.Popen[str]:
-        words = [str(_SCRIPT), end, str(folder), devices[end], str(whole_bytes), victim, str(message)]
-        return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+        device = f"cuda:{own[end].gpu}" if on_gpus else "cpu"
+        words = [str(_SCRIPT), end, str(folder), device, str(whole_bytes), victim, str(message)]
+        return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, env=os.environ | own[end].environ)
 
     ends = {end: started(end) for end in ENDS}
     dead = ends.pop(victim)
     (left,) = ends.values()
     try:
-        _, own = dead.communicate(timeout=120)
-        assert dead.returncode == -9, own
+        _, said = dead.communicate(timeout=120)
+        assert dead.returncode == -9, said
         (folder / "dead").touch()
         began = time.monotonic()
         _, said = left.communicate(timeout=90)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpus import places
 from references import blockwise_reference, fused_reference, sharding_reference
 from safetensors.torch import load_file
 
@@ -91,12 +92,12 @@ def rank_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
 
 
-def start_apart(case: Case, out: Path, *, engines: int) -> None:
-    """Every trainer and engine rank of ``case`` in a process that was not forked, as CUDA needs it, each on its own GPU."""
+def start_apart(case: Case, out: Path, *, engines: int = 0) -> None:
+    """Every trainer and engine rank of ``case`` in a process that was not forked, as CUDA needs it, where :func:`places` puts it."""
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(case.world)}
     ranks = []
-    for rank in range(case.world + engines):
-        environment = rank_environment() | ports | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for rank, place in enumerate(places(case.world + engines)):
+        environment = rank_environment() | ports | {"RANK": str(rank), "LOCAL_RANK": str(place.gpu)} | place.environ
         ranks.append(subprocess.Popen([sys.executable, str(SCRIPT), str(out)], stderr=subprocess.PIPE, text=True, env=environment))
     try:
         told = [rank.communicate(timeout=300)[1] for rank in ranks]

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,21 +51,24 @@ def write_model(cfg: Config, folder: Path) -> Path:
 
 
 def start_server(
-    cfg: Config, model: Path, folder: Path, *, devices: str | None = None, first_port: int | None = None, **changes: Any
+    cfg: Config,
+    model: Path,
+    folder: Path,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    first_port: int | None = None,
+    **changes: Any,
 ) -> ServerProcess:
     """A server of ``model`` with :class:`ShowingExtension`.
 
-    ``devices`` is its CUDA_VISIBLE_DEVICES, ``first_port`` the port that is tried first; ``changes`` replace keyword arguments of
+    ``environ`` is added to its environment, ``first_port`` is the port that is tried first; ``changes`` replace keyword arguments of
     ``vllm.LLM``.
     """
     device = cfg.run.backend
     args = engine_args(cfg, model, device=device, is_moe=cfg.model.is_moe, fp8=True) | changes
     flags = ["integration.server_cases.ShowingExtension" if flag == EXTENSION else flag for flag in server_flags(args)]
-    environ = {**os.environ, **rollout_environment(cfg, device=device)}
-    environ["PYTHONPATH"] = python_path(HERE.parent)
-    if devices is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = devices
-    return ServerProcess(flags, environ, folder, timeout_s=800, first_port=first_port)
+    whole = os.environ | rollout_environment(cfg, device=device) | {"PYTHONPATH": python_path(HERE.parent)} | dict(environ)
+    return ServerProcess(flags, whole, folder, timeout_s=800, first_port=first_port)
 
 
 def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> list[int]:
@@ -74,12 +79,12 @@ def generate(client, prompt: tuple[int, ...] = (2, 3, 7, 5), seed: int = 3) -> l
 
 
 class Served:
-    """A server, its folders, and publishers to it."""
+    """A server, its folders, and publishers to it; ``options`` are those of :func:`start_server`."""
 
-    def __init__(self, cfg: Config, root: Path, *, devices: str | None = None, **changes: Any) -> None:
-        self.cfg, self.root, self.devices, self.changes = cfg, root, devices, changes
+    def __init__(self, cfg: Config, root: Path, **options: Any) -> None:
+        self.cfg, self.root, self.options = cfg, root, options
         self.model = write_model(cfg, root / "model")
-        self.process = start_server(cfg, self.model, root / "server", devices=devices, **changes)
+        self.process = start_server(cfg, self.model, root / "server", **options)
         self.client = ServerClient(self.process.url, self.process.token, timeout_s=60)
 
     def publisher(self, transport: str) -> WeightPublisher:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gpus import places
 from rank_cases import free_port
 from tiny_runs import ROOT, TINY, python_path, records
 
@@ -57,9 +58,17 @@ def start():
             job.communicate()
 
 
-def torchrun(*words: str) -> subprocess.Popen[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    launch += ["--master-port", str(free_port()), "scripts/train_megatron.py", "configs/quickstart.yaml", *words]
+TWO_HOSTS = 'PET_NODE_RANK=1 NCCL_HOSTID=host-1 "$@" & PET_NODE_RANK=0 NCCL_HOSTID=host-0 "$@"; code=$?; wait $! && exit $code'
+
+
+def torchrun(*words: str, hosts: int = 1) -> subprocess.Popen[str]:
+    """Two ranks of ``train``, on one host or as two that share its GPU with each other and with the server."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch += ["--nnodes", str(hosts), "--nproc-per-node", str(2 // hosts)]
+    launch += ["scripts/train_megatron.py"] if hosts == 1 else ["tests/integration/apart_train.py", "train"]
+    launch += ["configs/quickstart.yaml", *words]
+    if hosts > 1:
+        launch = ["sh", "-c", TWO_HOSTS, "sh", *launch]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT)}
     return subprocess.Popen(launch, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -205,7 +214,7 @@ def check_bug(broken: int, out: Path, *more: str) -> None:
     words += sets(out, "bug", "training.warm_start.steps=100", *more)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT)}
     environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "BUGGY_RANK": str(broken)}
-    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(place.gpu)} | place.environ for rank, place in enumerate(places(2))]
     ranks = [subprocess.Popen(words, cwd=ROOT, env=environ | number, stderr=subprocess.PIPE, text=True) for number in numbers]
     try:
         told = [rank.communicate(timeout=300)[1] for rank in ranks]

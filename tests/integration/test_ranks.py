@@ -252,5 +252,5 @@ def test_a_bug_while_rank_0_talks_to_the_server_is_an_error_on_every_rank(run_jo
         statuses, out = run_job(Case(world=2, steps=0, model=DENSE, rollout_tp=2, transport="ranks", more=more))
         server.shutdown()
     assert statuses == [1, 2]
-    assert "KeyError: 'device_uuid'" in (out / "failed-0").read_text()
-    assert (out / "refused-1").read_text().startswith("Rank 0 of the trainer failed in a weight sync with KeyError: 'device_uuid'")
+    assert "KeyError: 'nccl_device'" in (out / "failed-0").read_text()
+    assert (out / "refused-1").read_text().startswith("Rank 0 of the trainer failed in a weight sync with KeyError: 'nccl_device'")

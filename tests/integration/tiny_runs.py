@@ -27,13 +27,20 @@ TINY = [
 ]
 
 
+PLAIN = ("-m", "e2e_fp8.cli.main")
+APART = (str(Path(__file__).with_name("apart_train.py")),)
+"""The same with a server that may share the trainer's GPU over NCCL."""
+
+
 def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "e2e_fp8.cli.main", *map(str, words)]
+    return [sys.executable, *PLAIN, *map(str, words)]
 
 
-def train_command(out: Path, name: str, *overrides: str, config: str = "quickstart", resume: bool = False) -> list[str]:
+def train_command(
+    out: Path, name: str, *overrides: str, config: str = "quickstart", resume: bool = False, program: tuple[str, ...] = PLAIN
+) -> list[str]:
     sets = [word for item in (*TINY, f"run.out_dir={out}", f"run.name={name}", *overrides) for word in ("--set", item)]
-    return command("train", ROOT / f"configs/{config}.yaml", *sets, *(["--resume"] if resume else []))
+    return [sys.executable, *program, "train", str(ROOT / f"configs/{config}.yaml"), *sets, *(["--resume"] if resume else [])]
 
 
 def python_path(*folders: Path) -> str:

@@ -100,7 +100,7 @@ def check_server_killed(served: Served, transport: str, phase: str, version: int
     kill_server(served, transport, phase, SEEDS[0], version + 1)
     served.process.close()
     folder = policy_folder(served.root / "sync", version)
-    served.process = start_server(served.cfg, folder, served.root / "server", devices=served.devices, load_format="auto", **served.changes)
+    served.process = start_server(served.cfg, folder, served.root / "server", load_format="auto", **served.options)
     served.client = ServerClient(served.process.url, served.process.token, timeout_s=60)
     assert served.versions() == [version]
     assert generate(served.client) == expected
