@@ -6,9 +6,9 @@ The only place where the ``nccl`` transport depends on the device. Rank 0 is the
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ _TELL_S = 2.0
 _ARRIVED = "arrived"
 _GIVEN_UP = "given_up"
 """Note of a rank that left before all was sent."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class BroadcastGroup:
@@ -46,10 +47,10 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # Our own time limit ends first and raises; the library's would end the process.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)
-            self._group = ProcessGroupNCCL(prefixed, rank, size, options)
+            with _without_watchdog():
+                self._group = ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             # The default interface is looked up by host name, which may not resolve to an address peers can reach.
@@ -130,7 +131,10 @@ class BroadcastGroup:
 
     def order(self, work: Any) -> None:
         """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
-        work.wait()
+        if self._device.type == "cuda":
+            work.synchronize()
+        else:
+            work.wait()
 
     def finish(self, work: Any) -> None:
         """Wait until the broadcast is over; on a GPU within :meth:`watched`. Raises EngineError when that or the time limit ends it."""
@@ -138,7 +142,7 @@ class BroadcastGroup:
             while not work.is_completed():
                 self._peers.look()
                 time.sleep(2e-5)
-            # one that was aborted counts as completed, too
+            # one that was aborted or that NCCL gave up counts as completed, too
             self._peers.look()
             self._peers.progress()
         work.wait()
@@ -222,6 +226,24 @@ class PairGroup(BroadcastGroup):
 
         work = guarded(lambda: self._begun(start, message, rank))
         return lambda: guarded(lambda: self.finish(work))
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make a group whose broken messages are errors of who waits for them, and that waits without a time limit of its own.
+
+    torch's watchdog would end the process, the engine's as the trainer's, at the first error that NCCL reports: between hosts it does
+    when a peer dies.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def nccl_device(index: int) -> str:

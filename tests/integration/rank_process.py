@@ -242,7 +242,16 @@ def send_to_engines(engine: MegatronEngine, cfg: Config, case: dict, out: Path) 
     options = {"device": device_of(case), "policy_version": engine.policy_version, "max_bytes": case["max_bytes"]}
     with LargestAllocation() as seen:
         report = send(plan, rank, tensors, scales, group, **options)
+    leave_together(group, rank, world + case["engines"], out)
     (out / f"transfer-{rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
+
+
+def leave_together(group: PairGroup, rank: int, size: int, out: Path) -> None:
+    """A rank that is done may have sent what is still on the way."""
+    leave_note(out / f"done-{rank}", "")
+    for other in range(size):
+        await_note(out / f"done-{other}")
+    group.abort()
 
 
 def engine_parameters(cfg: Config, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
@@ -271,6 +280,7 @@ def run_engine(case: dict, rank: int, world: int, out: Path) -> None:
             "max_bytes": case["max_bytes"],
         }
         report = receive(plan, rank, parameters, group, **options)
+    leave_together(group, world + rank, world + case["engines"], out)
     save_file({name: tensor.cpu() for name, tensor in parameters.items()}, out / f"engine-{rank}.safetensors")
     (out / f"transfer-{world + rank}.json").write_text(json.dumps(asdict(report) | {"largest_allocation": seen.largest}))
 
