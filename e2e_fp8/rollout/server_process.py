@@ -32,8 +32,8 @@ os.execv(sys.argv[1], sys.argv[1:])
 """Runs a command that the kernel ends with its parent (PR_SET_PDEATHSIG), so that a killed trainer leaves no server behind."""
 MOST_RESTARTS = 3
 """How often a server is started again because another process took its port."""
-_IN_USE = f"[Errno {errno.EADDRINUSE}]"
-"""How Python names a port that cannot be bound; libraries that fail on ports of their own choice do not write this."""
+_IN_USE = re.compile(rf"\[Errno {errno.EADDRINUSE}\]|\bEADDRINUSE\b")
+"""How Python and torch name a port that cannot be bound; vLLM's ranks meet on one that was free when it was chosen, too."""
 _TAIL_BYTES = 64 << 10
 _LISTEN = "0A"
 """State of a listening socket in ``/proc/PID/net/tcp``."""
@@ -63,8 +63,8 @@ class ServerProcess:
     ) -> None:
         """Start and wait until it answers. ``folder`` receives its log and its token file (mode 0600).
 
-        The port is ``first_port`` or a free one. Where another process takes it before the server listens, the server is started
-        again on another one, at most ``MOST_RESTARTS`` times; the log says so.
+        The port is ``first_port`` or a free one. Where another process takes it, or one of vLLM's own, before the server listens, the
+        server is started again on another one, at most ``MOST_RESTARTS`` times; the log says so.
 
         Raises EngineError, with the cause in the log, when it ends or does not answer within ``timeout_s``.
         """
@@ -84,9 +84,9 @@ class ServerProcess:
         while not self._answers_on(port, flags, child, timeout_s):
             if not self._lost_its_port() or restarts == MOST_RESTARTS:
                 raise EngineError(f"The rollout server ended during start-up (exit code {self._process.returncode}): {self.last_words()}")
-            taken, port, restarts = port, _free_port(), restarts + 1
+            old, port, restarts = port, _free_port(), restarts + 1
             with self.log.open("a") as log:
-                log.write(f"e2e_fp8: another process took port {taken}; restart {restarts} of {MOST_RESTARTS} on port {port}\n")
+                log.write(f"e2e_fp8: another process took port {old} or one of vLLM's; restart {restarts} of {MOST_RESTARTS} on {port}\n")
 
     def _answers_on(self, port: int, flags: list[str], environ: Mapping[str, str], timeout_s: float) -> bool:
         """Start the server and wait until it answers; False when it ended instead. Raises EngineError when neither happens in time."""
@@ -124,8 +124,8 @@ class ServerProcess:
         return True
 
     def _lost_its_port(self) -> bool:
-        """Whether the server ended because the address it was to listen on was in use."""
-        return any(_IN_USE in line for line in self._lines())
+        """Whether the server ended because an address that it was to listen on was in use."""
+        return any(names_a_taken_port(line) for line in self._lines())
 
     @property
     def pid(self) -> int:
@@ -164,6 +164,11 @@ class ServerProcess:
             while time.monotonic() < deadline and _group_lives(self._process):
                 time.sleep(0.05)
         self._process.wait()
+
+
+def names_a_taken_port(line: str) -> bool:
+    """Whether a line of a log says that a port could not be bound because it is in use."""
+    return _IN_USE.search(line) is not None
 
 
 def _group_lives(process: subprocess.Popen) -> bool:
