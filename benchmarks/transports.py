@@ -284,19 +284,20 @@ def sync_figures(syncs: dict[str, list[Sync]]) -> dict[str, Any]:
     """Of syncs by what waits for their receipt.
 
     ``sync_seconds``: from the call until the trainer knows that every engine rank holds every byte, without a receipt. Of a receipt,
-    ``extra_seconds``: by how much the whole call is longer (after which the server generates) than without; ``share_of_sync``: those over
-    ``sync_seconds``; ``compared_seconds``: from the last byte until bytes were compared; ``answer_later_seconds``: by how much the first
-    answer is later.
+    ``extra_seconds``: by how much the whole call is longer (after which the server generates) than the one without in the same round, the
+    median of all rounds and the quarters around it; ``share_of_sync``: the median over ``sync_seconds``; ``compared_seconds``: from the
+    last byte until bytes were compared; ``answer_later_seconds``: by how much the first answer is later.
     """
     plain = syncs["none"]
     sync, result = spread([r.seconds for r, _, _ in plain]), {}
     wholes = {kind: spread([whole for _, whole, _ in found]) for kind, found in syncs.items()}
     answers = {kind: spread([answered for _, _, answered in found]) for kind, found in syncs.items()}
     for kind in KINDS[1:]:
-        extra = wholes[kind]["median"] - wholes["none"]["median"]
+        extra = [more - less for (_, more, _), (_, less, _) in zip(syncs[kind], plain, strict=True)]
+        low, middle, high = statistics.quantiles(extra, n=4)
         result[f"receipt_before_{kind}"] = {
-            "extra_seconds": extra,
-            "share_of_sync": extra / sync["median"],
+            "extra_seconds": {"median": middle, "quarters": [low, high]},
+            "share_of_sync": middle / sync["median"],
             "compared_seconds": spread([r.receipt_seconds for r, _, _ in syncs[kind]]),
             "answer_later_seconds": answers[kind]["median"] - answers["none"]["median"],
             "sync_seconds": spread([r.seconds for r, _, _ in syncs[kind]]),
