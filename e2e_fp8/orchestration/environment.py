@@ -119,9 +119,6 @@ def prepare_environment(cfg: Config) -> None:
     _quiet_imports()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
-    if os.environ["WORLD_SIZE"] != "1":
-        # torch's watchdog would abort a rank that has lost another before it has said so; the ranks' lifeline ends it
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
 

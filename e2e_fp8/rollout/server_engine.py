@@ -29,9 +29,8 @@ from e2e_fp8.sync.token import read_token
 from e2e_fp8.types import ExportedTensor, Prompt, Sample
 
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_TRAINERS_ALONE = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""What Megatron-Core wants: one hardware queue for all streams, in which an engine's copies, messages and digests wait for each other.
-And what leaves the end of a rank that has lost another to the trainer's own lifeline, which a server does not have."""
+_TRAINERS_ALONE = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+"""What Megatron-Core wants: one hardware queue for all streams, in which an engine's copies, messages and digests wait for each other."""
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _ROUTE = "/inference/v1/generate"
 

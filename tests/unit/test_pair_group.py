@@ -1,6 +1,7 @@
 """Ranks of a weight transfer that wait for one which will never send."""
 
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from e2e_fp8.errors import EngineError
+from e2e_fp8.sync import process_group
 from e2e_fp8.sync.process_group import PairGroup
 
 
@@ -111,3 +113,14 @@ def test_a_trainer_that_was_killed_ends_the_wait_at_once():
         with pytest.raises(EngineError, match="The trainer died while it sent weights"):
             group.check_peers()
         assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_torchs_watchdog_is_left_out_of_one_group_and_no_other(before, monkeypatch):
+    """What a broken message does to a process without it, the GPU tests of killed peers show."""
+    name = process_group._BLOCKING_WAIT
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    with pytest.raises(RuntimeError, match="no GPUs"), process_group._without_watchdog():
+        assert os.environ[name] == "1"
+        raise RuntimeError("no GPUs found")
+    assert os.environ.get(name) == before

@@ -1,10 +1,8 @@
 """The end of the job on every rank as soon as one rank ends, whatever the others wait for.
 
-A collective over NCCL does not notice within a host that a rank is gone, one over gloo only where it talks to that very rank. So rank 0
-and each other rank hold a connection on which nothing is said but why the job ends, and a thread at each end reads it: the kernel closes
-it with the process, however that ended. Between hosts NCCL does notice, and torch's watchdog would abort the process before anything is
-said or written: the trainer tells it not to (``TORCH_NCCL_ASYNC_ERROR_HANDLING``), and what it finds, a collective past its time limit
-too, is asked for here.
+A collective over NCCL never notices that a rank is gone, one over gloo only where it talks to that very rank. So rank 0 and each other
+rank hold a connection on which nothing is said but why the job ends, and a thread at each end reads it: the kernel closes it with
+the process, however that ended.
 """
 
 import os
@@ -16,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 
 from e2e_fp8.errors import RankError
 from e2e_fp8.orchestration.ranks.meeting import AGAIN, LOST_STATUS, note_said, say_why
@@ -27,10 +24,6 @@ _LAST_S = 28.0
 """For a main thread that knows to tidy up; torchrun kills its ranks after 30."""
 _BYTES = 2048
 """Of one message; a longer sentence is cut."""
-_LOOK_S = 1.0
-"""Between two looks at NCCL's groups."""
-_PEER_S = 5.0
-"""For a rank that is gone to be found by its connection, which says more than NCCL does."""
 _REGULAR = ""
 """The sentence of a job that ends as it should."""
 
@@ -45,12 +38,11 @@ class Lifeline:
         """What is done before the process ends, where the main thread cannot: files only, nothing that talks to other ranks."""
         self._why: str | None = None
         self._lock = threading.Lock()
-        self._ended, self._main_knows, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._ended, self._main_knows = threading.Event(), threading.Event()
         self._peers = [0] if self._rank else list(range(1, dist.get_world_size()))
         self._listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers]
-        self._watch = threading.Thread(target=self._watch_nccl, daemon=True)
-        for thread in (*self._listeners, self._watch):
-            thread.start()
+        for listener in self._listeners:
+            listener.start()
 
     def reason(self, patience_s: float) -> str | None:
         """Why the job ends, as soon as a rank has said so or is found gone; None if neither happens in time.
@@ -71,9 +63,8 @@ class Lifeline:
         if self._rank == 0:
             for peer in self._peers:
                 self._say(peer, _REGULAR)
-        self._closed.set()
-        for thread in (*self._listeners, self._watch):
-            thread.join(_LAST_S)
+        for listener in self._listeners:
+            listener.join(_LAST_S)
 
     def _listen(self, peer: int) -> None:
         try:
@@ -88,15 +79,6 @@ class Lifeline:
             self._leave()
         elif self._rank:
             self._say(0, _REGULAR)
-
-    def _watch_nccl(self) -> None:
-        while not self._closed.wait(_LOOK_S):
-            if (found := nccl_error()) is None:
-                continue
-            if not self._ended.wait(_PEER_S) and not self._closed.is_set():
-                self._spread(f"Rank {self._rank} of the trainer waits for others in vain ({found}). {AGAIN}", self._peers)
-                self._leave()
-            return
 
     def _spread(self, sentence: str, peers: Sequence[int]) -> None:
         with self._lock:
@@ -131,18 +113,3 @@ class Lifeline:
         payload = torch.zeros(_BYTES, dtype=torch.uint8)
         dist.recv(payload, peer, group=self._group)
         return payload.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
-
-
-def nccl_error() -> str | None:
-    """What torch's watchdog has found in one of this process's NCCL groups; None while all is well."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue
-        # gloo serves GPUs, too
-        error = backend.get_error() if hasattr(backend, "get_error") else ErrorType.SUCCESS
-        if error != ErrorType.SUCCESS:
-            what = "a collective is past its time limit" if error == ErrorType.TIMEOUT else "a connection broke"
-            return f"NCCL, {group.group_desc or 'group'}: {what}; a rank hangs, or the network between ranks does"
-    return None
