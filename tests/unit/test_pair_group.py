@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_torchs_watchdog_is_left_out_of_one_group_and_no_other(before, monkeypat
     """What a broken message does to a process without it, the GPU tests of killed peers show."""
     name = process_group._BLOCKING_WAIT
     monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
-    with pytest.raises(RuntimeError, match="no GPUs"), process_group._without_watchdog():
+    with suppress(RuntimeError), process_group._without_watchdog():
         assert os.environ[name] == "1"
         raise RuntimeError("no GPUs found")
     assert os.environ.get(name) == before
