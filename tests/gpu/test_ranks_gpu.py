@@ -29,7 +29,7 @@ def on_gpus(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("name", ["dp2", "ep2", "pp2", "tp2", "cp2", "dense_tp2"])
-def test_two_gpus(name, tmp_path):
+def test_two_ranks(name, tmp_path):
     case = on_gpus(CASES[name])
     for job, out in ((case, tmp_path / "many"), (case.alone(), tmp_path / "one")):
         write_case(job, out)
@@ -52,10 +52,10 @@ def test_shared_operators_give_every_rank_the_bits_of_one(name, tmp_path):
 @pytest.mark.parametrize("grid", LOOP_GRIDS)
 def test_whole_loop(grid, tmp_path):
     """The server shares the first trainer rank's GPU, except where NCCL has to reach it from every rank."""
-    found = places(3 if grid.startswith("straight") else 2)
-    shared = found[-1].gpu == 0
-    devices = f"rollout.server_devices='{found[-1].gpu if len(found) > 2 else 0}'"
-    start = partial(torchrun, hosts=2) if shared else torchrun
+    straight = grid.startswith("straight")
+    last = places(3 if straight else 2)[-1].gpu
+    devices = f"rollout.server_devices='{last if straight else 0}'"
+    start = torchrun if last else partial(torchrun, hosts=2)
     check_loop(start, tmp_path, grid, "run.backend=cuda", "run.threads=0", "rollout.kv_cache_gib=2", devices)
 
 

@@ -24,7 +24,7 @@
 | NeMo-RL 1164: NaN in FP8 parameters at TP2 | test_ranks_to_engines.py::test_servers_hold_the_bytes_of_every_trainer_grid |
 | NeMo-RL 2081: copy_ between kernel and checkpoint layout | test_nemo_rl_2081_... here |
 | TE 2892, 2911: token padding | test_ranks.py::test_a_step_on_several_ranks_is_the_step_of_one |
-| TE 2393; Megatron 1863: TP2 on GPUs | test_ranks_gpu.py::test_two_gpus |
+| TE 2393; Megatron 1863: TP2 on GPUs | test_ranks_gpu.py::test_two_ranks |
 | Megatron 5083: FP8 parameters with CPU offload | test_megatron_5083_... here: not offered |
 | Megatron 5470: masters read from dequantized FP8 | test_training_engine.py::test_masters_start_as_the_unrounded_initial_weights |
 | SkyRL 1898; flashinfer 3650: NaN from all-zero tiles | test_skyrl_1898_... here; test_numerics_blockwise.py::test_all_zero_is_scale_one |
