@@ -334,10 +334,12 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("transport", choices=("shared", "local", *REMOTE))
     parser.add_argument("--server-devices", default=None, help="CUDA_VISIBLE_DEVICES of the server, for example 1 with nccl")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at least 2")
     parser.add_argument("--lock", type=Path, default=None, help="file that benchmarks started side by side measure under, one at a time")
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds is {args.rounds}: differences between rounds need at least 2.")
     with tempfile.TemporaryDirectory() as scratch:
         print(json.dumps(measure(args, Path(scratch)), indent=2))
 

@@ -86,7 +86,7 @@ class NcclSender:
             except RuntimeError as error:
                 self.close()
                 posted.result()
-                raise EngineError(f"The weight broadcast to the rollout server failed ({error}); publish again.") from error
+                raise EngineError(f"The weight broadcast to the rollout server failed ({_first_line(error)}); publish again.") from error
             except BaseException:
                 # the engine waits for messages that will not come
                 self.close()
@@ -151,7 +151,7 @@ class NcclReceiver:
             self._views = {}
         slots = {index: turn % BUFFERS for turn, index in enumerate(buffered)}
         waiting, works = list(buckets), []
-        with self._group.watched(self._group.check_trainer):
+        with self._group.watched(self._group.check_trainer), _in_a_sentence():
             for position, index in enumerate(buckets):
                 # Started one ahead: the next message has a buffer of its own, and the one before has been unpacked from it.
                 for following in waiting[len(works) : position + BUFFERS]:
@@ -213,10 +213,23 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _in_a_sentence() -> Iterator[None]:
+    """What a library says of a broken message, as an error that a user can act on."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"The weights of an update did not all come ({_first_line(error)}); publish again.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def _join_or_refusal(join: Callable[..., BroadcastGroup], posted: Future) -> BroadcastGroup:
     """The joined group; when the engine refuses, its sentence at once."""
     try:
         return join(lambda: raise_failure(posted))
     except RuntimeError as error:
         raise_failure(posted)
-        raise EngineError(f"The rollout engine did not join the trainer's process group ({error}).") from error
+        raise EngineError(f"The rollout engine did not join the trainer's process group ({_first_line(error)}).") from error

@@ -8,7 +8,7 @@ waits while the queue is full. Aborting the group from another thread ends the m
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from weakref import WeakMethod
 
@@ -17,6 +17,7 @@ from e2e_fp8.sync.background import in_background
 
 CHECK_S = 0.2
 """Between two looks."""
+_LEFT = "An earlier weight transfer of this group was left half way; publish again."
 _REASON_S = 1.0
 """How long the reason of a broken message is asked for: a peer that was stopped does not answer."""
 
@@ -29,7 +30,7 @@ class PeerWatch:
         self._abort, self._timeout_s = WeakMethod(abort), timeout_s
         self._check: Callable[[], None] | None = None
         self._since = 0.0
-        self._lost: Exception | None = None
+        self._lost: BaseException | None = None
         """Of the wait under way."""
         self._lost_before = ""
         """Sentence of an earlier one: what ends here stays so, but its frames do not stay alive."""
@@ -42,7 +43,9 @@ class PeerWatch:
     def during(self, check: Callable[[], None]) -> Iterator[None]:
         """While this lasts, ``check`` is called now and then by the thread; what it raises aborts the group and is raised here.
 
-        Raises EngineError also when :meth:`progress` was not called for ``timeout_s``, and at once when an earlier wait was lost.
+        So does what is raised in the block, or closes its generator, because messages are then under way: but for a refusal of this
+        rank's own, a UserError that is no EngineError. Raises EngineError also when :meth:`progress` was not called for ``timeout_s``, and
+        at once when an earlier wait was lost.
         """
         if self._lost_before:
             raise EngineError(self._lost_before)
@@ -53,28 +56,38 @@ class PeerWatch:
             self._thread.start()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             lost = self._leave()
             if isinstance(error, UserError) and not isinstance(error, EngineError):
-                # a refusal of this rank's own
                 raise
-            # what the library says of an aborted or broken message; why it broke says more
-            if lost is None and isinstance(error.__cause__ or error, RuntimeError):
-                lost = _raised_by(check)
+            if lost is None:
+                # what the library says of a broken message; why it broke says more
+                lost = _raised_by(check) if isinstance(error.__cause__ or error, RuntimeError) else None
+                self._break(lost or error)
             if lost is None or lost is error:
                 raise
             raise lost from error
-        finally:
-            lost = self._leave()
-        if lost is not None:
+        if (lost := self._leave()) is not None:
             raise lost
 
-    def _leave(self) -> Exception | None:
+    def _leave(self) -> BaseException | None:
         """End the wait, once; why it was lost."""
         with self._lock:
             lost, self._lost, self._check = self._lost, None, None
-            self._lost_before = self._lost_before or ("" if lost is None else str(lost) or repr(lost))
+            if lost is not None:
+                self._remember(lost)
             return lost
+
+    def _break(self, error: BaseException) -> None:
+        """End what is under way in a wait that was left with ``error``: one message that failed ends no other."""
+        with self._lock:
+            self._remember(error)
+            if (abort := self._abort()) is not None:
+                abort()
+
+    def _remember(self, error: BaseException) -> None:
+        told = str(error) or repr(error)
+        self._lost_before = self._lost_before or (told if isinstance(error, Exception) else _LEFT)
 
     def progress(self) -> None:
         """Something came: the time limit begins again."""
@@ -104,19 +117,20 @@ class PeerWatch:
         return EngineError(f"A weight transfer did not go on for {self._timeout_s:g} s; the other side died or hangs.")
 
     def _look(self) -> None:
+        check, asked = None, None
         while not self._ended.wait(CHECK_S) and self._abort() is not None:
-            check = self._check
-            if check is None:
-                continue
-            try:
-                if self._is_late():
-                    raise self._late()
-                check()
-            except Exception as error:
-                if self._lose(check, error):
-                    return
+            if self._check is not check or asked is None or asked.done():
+                check = self._check
+                asked = None if check is None else in_background(check)
+            if asked is not None and (found := self._found(asked)) is not None and self._lose(check, found):
+                return
 
-    def _lose(self, check: Callable[[], None] | None, error: Exception) -> bool:
+    def _found(self, asked: Future[None]) -> BaseException | None:
+        """What a check has found, or that the time limit is over: a check hangs with a peer that was stopped."""
+        wait([asked], CHECK_S)
+        return (asked.exception() if asked.done() else None) or (self._late() if self._is_late() else None)
+
+    def _lose(self, check: Callable[[], None] | None, error: BaseException) -> bool:
         """Give the wait of ``check`` up, if it still goes on."""
         with self._lock:
             if check is None or self._check is not check:

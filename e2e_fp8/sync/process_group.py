@@ -5,6 +5,7 @@ The only place where the ``nccl`` transport depends on the device. Rank 0 is the
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -28,6 +29,8 @@ _ARRIVED = "arrived"
 _GIVEN_UP = "given_up"
 """Note of a rank that left before all was sent."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_making_one = threading.Lock()
+"""The variable is the process's."""
 
 
 class BroadcastGroup:
@@ -38,8 +41,8 @@ class BroadcastGroup:
     def __init__(self, store: TCPStore, rank: int, size: int, *, device: torch.device, host: str, timeout_s: float) -> None:
         self._store, self._device = store, device
         self._peers = PeerWatch(self.abort, timeout_s=timeout_s)
-        self._met: set[int | None] = set()
-        """Ranks with which a message was begun; None for all."""
+        self._met: dict[int | None, Any] = {}
+        """Ranks with which a message was begun, None for all, and the greeting, whose tensor NCCL may still write."""
         self._group: Any
         timeout, prefixed = timedelta(seconds=timeout_s), PrefixStore("weights", store)
         if device.type == "cuda":
@@ -47,6 +50,7 @@ class BroadcastGroup:
 
             # Before kernels that pack, unpack and digest: they have time while a message is on the wire.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            # Of Work.wait, which is only asked for what is over, and of an abort; the time limit is the watch's.
             options._timeout = 2 * timeout
             torch.cuda.set_device(device)
             with _without_watchdog():
@@ -108,31 +112,31 @@ class BroadcastGroup:
     def _begun(self, start: Callable[[torch.Tensor], Any], message: torch.Tensor, rank: int | None) -> Any:
         """``start`` a message with ``rank``, or with all; both ends alike, since the first has one of no meaning before it."""
         if self._device.type == "cuda" and rank not in self._met:
-            self._meet(lambda: start(torch.zeros(1, dtype=message.dtype, device=self._device)))
-            self._met.add(rank)
+            self._met[rank] = self._meet(lambda: start(torch.zeros(1, dtype=message.dtype, device=self._device)))
         return start(message)
 
-    def _meet(self, greet: Callable[[], Any]) -> None:
+    def _meet(self, greet: Callable[[], Any]) -> Any:
         """NCCL connects at the first message, for as long as the other end takes to come, and cannot be aborted meanwhile: in a thread,
         which is left behind when the watch or the time limit ends the wait. The first message is ``greet``, so that one that comes too
         late is sent nothing that counts."""
 
-        def connect() -> None:
+        def connect() -> Any:
             with torch.cuda.device(self._device):
-                greet()
+                greeting = greet()
             if self._peers.has_ended:
                 self._group.abort()
+            return greeting
 
         connecting = in_background(connect)
         while not connecting.done():
             self._peers.look()
             time.sleep(1e-3)
-        connecting.result()
+        return connecting.result()
 
     def order(self, work: Any) -> None:
         """What the caller does next comes after this broadcast: on a GPU in stream order, on a CPU by waiting for it."""
         if self._device.type == "cuda":
-            work.synchronize()
+            work.block_current_stream()
         else:
             work.wait()
 
@@ -230,20 +234,20 @@ class PairGroup(BroadcastGroup):
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make a group whose broken messages are errors of who waits for them, and that waits without a time limit of its own.
+    """Make a group whose broken messages are errors of who waits for them, and of nobody else.
 
     torch's watchdog would end the process, the engine's as the trainer's, at the first error that NCCL reports: between hosts it does
     when a peer dies.
     """
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
+    with _making_one:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
             del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
+            if before is not None:
+                os.environ[_BLOCKING_WAIT] = before
 
 
 def nccl_device(index: int) -> str:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """On GPU 1 where there are two."""
+    """On GPU 1 where there are two; else another host for NCCL, which then notices who died, and has to end nobody else."""
     served = Served(case_config(device="cuda"), tmp_path_factory.mktemp("served"), environ=places(2)[ENGINE].server_environ)
     yield served
     served.process.close()

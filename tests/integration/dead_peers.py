@@ -13,9 +13,11 @@ ENDS = ("sender", "receiver")
 _SCRIPT = Path(__file__).with_name("broadcast_process.py")
 
 
-def check_dead_peer(folder: Path, victim: str, message: int, *, on_gpus: bool = False, whole_bytes: int, told: str) -> None:
+def check_dead_peer(
+    folder: Path, victim: str, message: int, *, on_gpus: bool = False, hosts: bool = False, whole_bytes: int, told: str
+) -> None:
     """The other end says ``told`` within seconds of the death of its peer, which comes before the peer's ``message``-th message."""
-    own = dict(zip(ENDS, places(len(ENDS)), strict=True))
+    own = dict(zip(ENDS, places(len(ENDS), hosts=hosts), strict=True))
 
     def started(end: str) -> subprocess.Popen[str]:
         device = f"cuda:{own[end].gpu}" if on_gpus else "cpu"

@@ -21,11 +21,10 @@ class Place:
     @property
     def server_environ(self) -> dict[str, str]:
         """Of a server there. It sees the trainer's GPU, too, whose memory ``ipc`` reads."""
-        return self.environ if self.gpu == TRAINER else {"CUDA_VISIBLE_DEVICES": f"{self.gpu},{TRAINER}"}
+        return self.environ | ({} if self.gpu == TRAINER else {"CUDA_VISIBLE_DEVICES": f"{self.gpu},{TRAINER}"})
 
 
-def places(count: int) -> list[Place]:
-    """For processes that are ranks of one NCCL group."""
-    if torch.cuda.device_count() >= count:
-        return [Place(index) for index in range(count)]
-    return [Place(0, {"NCCL_HOSTID": f"host-{index}"}) for index in range(count)]
+def places(count: int, *, hosts: bool = False) -> list[Place]:
+    """For processes that are ranks of one NCCL group; ``hosts``: each a host of its own in any case, where NCCL notices a dead peer."""
+    alone = torch.cuda.device_count() >= count
+    return [Place(index if alone else 0, {"NCCL_HOSTID": f"host-{index}"} if hosts or not alone else {}) for index in range(count)]

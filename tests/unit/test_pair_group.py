@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch.distributed import HashStore, ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
 
 from e2e_fp8.errors import EngineError
-from e2e_fp8.sync import process_group
 from e2e_fp8.sync.process_group import PairGroup
 
 
@@ -117,11 +117,20 @@ def test_a_trainer_that_was_killed_ends_the_wait_at_once():
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_torchs_watchdog_is_left_out_of_one_group_and_no_other(before, monkeypatch):
-    """What a broken message does to a process without it, the GPU tests of killed peers show."""
-    name = process_group._BLOCKING_WAIT
+def test_torchs_watchdog_is_left_out_of_a_group_over_nccl_and_of_no_other(before, monkeypatch):
+    """What a broken message does to a process that has one, the GPU tests of killed peers show."""
+    name, at_making = "TORCH_NCCL_BLOCKING_WAIT", []
     monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
-    with suppress(RuntimeError), process_group._without_watchdog():
-        assert os.environ[name] == "1"
-        raise RuntimeError("no GPUs found")
-    assert os.environ.get(name) == before
+
+    class Made(ProcessGroupNCCL):
+        def __init__(self, *given) -> None:
+            at_making.append(os.environ.get(name))
+            super().__init__(*given)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Made)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    store, device = HashStore(), torch.device("cuda", 0)
+    # on a machine without a GPU torch refuses to make one
+    with suppress(ValueError):
+        PairGroup(store, 0, 1, device=device, host="127.0.0.1", timeout_s=5.0)  # pyright: ignore[reportArgumentType]
+    assert (at_making, os.environ.get(name)) == (["1"], before)

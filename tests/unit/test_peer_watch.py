@@ -168,12 +168,47 @@ def test_a_group_that_is_dropped_ends_the_thread_and_is_not_kept():
     assert not watch._thread.is_alive()
 
 
-def test_a_failure_of_its_own_is_no_loss(group, watch):
-    with pytest.raises(RuntimeError, match="a bug"), watch.during(lambda: None):
-        raise RuntimeError("a bug")
+def test_a_refusal_of_its_own_is_no_loss(group, watch):
+    with pytest.raises(LayoutError, match="its shape"), watch.during(lambda: None):
+        raise LayoutError("its shape")
     with watch.during(lambda: None):
         time.sleep(2 * peer_watch.CHECK_S)
     assert not group.aborts
+
+
+@pytest.mark.parametrize("error", [RuntimeError("connection reset by peer"), EngineError("Rank 1 died or hangs."), KeyboardInterrupt()])
+def test_what_else_ends_a_wait_ends_every_message_that_is_under_way(group, watch, error):
+    """One that NCCL gave up is not the only one; its peer may live."""
+    with pytest.raises(type(error)), watch.during(lambda: None):
+        raise error
+    assert group.aborts == 1
+    told = str(error) or "An earlier weight transfer of this group was left half way"
+    with pytest.raises(EngineError, match=told), watch.during(lambda: None):
+        raise AssertionError("not reached")
+
+
+def test_messages_of_a_generator_that_nobody_reads_on_are_ended(group, watch):
+    def receive():
+        with watch.during(lambda: None):
+            yield from range(3)
+
+    def consume() -> None:
+        for _ in receive():
+            raise LayoutError("its shape")
+
+    with pytest.raises(LayoutError):
+        consume()
+    gc.collect()
+    assert group.aborts == 1
+
+
+def test_a_check_that_hangs_hides_no_time_limit(group):
+    """A peer that was stopped answers nothing, and who waits for it may be inside CUDA, where it cannot look itself."""
+    watch, hangs = PeerWatch(group.abort, timeout_s=1.0), threading.Event()
+    with pytest.raises(EngineError, match="did not go on for 1 s"), watch.during(lambda: hangs.wait(30)):
+        group.wait()
+    assert group.aborts == 1
+    hangs.set()
 
 
 def test_nobody_is_asked_between_two_waits(group, watch):
