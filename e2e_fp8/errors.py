@@ -41,6 +41,11 @@ class StorageError(UserError):
     """A file of the run cannot be written: disk full, quota, permissions."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, short enough to stand in a sentence: up to 200 characters of its first line."""
+    return str(error).strip().partition("\n")[0][:200]
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the file system refuses inside the block into a StorageError that names ``path``."""

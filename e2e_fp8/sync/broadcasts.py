@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import EngineError, first_line
 from e2e_fp8.sync.background import raise_failure
 from e2e_fp8.sync.buckets import TensorSpec, UpdateManifest, bucket_bytes, lying, packing, views
 from e2e_fp8.sync.copies import CopyPlan
@@ -86,7 +86,7 @@ class NcclSender:
             except RuntimeError as error:
                 self.close()
                 posted.result()
-                raise EngineError(f"The weight broadcast to the rollout server failed ({_first_line(error)}); publish again.") from error
+                raise EngineError(f"The weight broadcast to the rollout server failed ({first_line(error)}); publish again.") from error
             except BaseException:
                 # the engine waits for messages that will not come
                 self.close()
@@ -219,11 +219,7 @@ def _in_a_sentence() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise EngineError(f"The weights of an update did not all come ({_first_line(error)}); publish again.") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        raise EngineError(f"The weights of an update did not all come ({first_line(error)}); publish again.") from error
 
 
 def _join_or_refusal(join: Callable[..., BroadcastGroup], posted: Future) -> BroadcastGroup:
@@ -232,4 +228,4 @@ def _join_or_refusal(join: Callable[..., BroadcastGroup], posted: Future) -> Bro
         return join(lambda: raise_failure(posted))
     except RuntimeError as error:
         raise_failure(posted)
-        raise EngineError(f"The rollout engine did not join the trainer's process group ({_first_line(error)}).") from error
+        raise EngineError(f"The rollout engine did not join the trainer's process group ({first_line(error)}).") from error

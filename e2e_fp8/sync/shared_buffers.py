@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from e2e_fp8.errors import EngineError
+from e2e_fp8.errors import EngineError, first_line
 
 _SHM = Path("/dev/shm")
 _PREFIX = "e2e_fp8_"
@@ -120,7 +120,7 @@ def export_storage(storage: torch.UntypedStorage) -> list[Any]:
     try:
         return [_encode(value) for value in storage._share_cuda_()]
     except RuntimeError as error:
-        raise EngineError(f"The trainer's memory cannot be shared with another process ({_first_line(error)}). {_REMEDY}") from error
+        raise EngineError(f"The trainer's memory cannot be shared with another process ({first_line(error)}). {_REMEDY}") from error
 
 
 def open_storage(index: int, handle: Any) -> torch.UntypedStorage:
@@ -135,17 +135,13 @@ def open_storage(index: int, handle: Any) -> torch.UntypedStorage:
     try:
         return torch.UntypedStorage._new_shared_cuda(index, *values[1:])
     except RuntimeError as error:
-        raise EngineError(f"The trainer's GPU memory cannot be opened ({_first_line(error)}). {_REMEDY}") from error
+        raise EngineError(f"The trainer's GPU memory cannot be opened ({first_line(error)}). {_REMEDY}") from error
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage as uint8 ``[nbytes]``."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))  # pyright: ignore[reportArgumentType]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def _encode(value: Any) -> Any:
